@@ -227,18 +227,6 @@ def test_a_classifier_of_sentence_transformers_has_a_draft_and_an_audit(home: Pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("both")
-def test_labels_are_drafted_and_learned_in_service(home: Path) -> None:
-    with wrap(home, answer="labels", learn=400) as cache:
-        for inputs in LEARNED:
-            cache(**inputs)
-        cache.drain()
-        made = cache.calibration
-        assert made is not None and made.chosen is not None and dict(made.shares) == BOTH
-        assert ask(cache, requests(100, seed=13)[0]).count("draft") > 5 and cache.stats().errors == 0
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("both")
 def test_accuracy_and_a_metric_count_what_the_draft_loses(home: Path) -> None:
     ids, topics = requests(400)
     right = Metric(lambda output, label: float(output.argmax() == label), 0.0, 1.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llmcache.request.counters import Counters, is_logged
-from tests.calls.helpers import agree, pair, rungs
-from tests.tiny_models import CLASSIFIERS, GENERATORS, padded, tokens
+from tests.calls.helpers import agree, pair
+from tests.tiny_models import CLASSIFIERS, padded, tokens
 
 BERT = CLASSIFIERS["bert"]
 
@@ -50,30 +50,6 @@ def test_a_broken_part_costs_speed_only(
     healed = cache.stats()
     assert (healed.errors, healed.n_hits) == (stats.errors, stats.n_hits + 4 * 2)
     assert healed.n_stored == healed.n_entries[3] <= 4
-
-
-def test_a_prefix_that_cannot_be_served_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, alone = pair(GENERATORS["llama"], prefix={"block": 4})
-    text = tokens(1, 20)
-    cache(text[:, :12])
-    with monkeypatch.context() as broken:
-        broken.setattr("llmcache.calls.prefix.Prefix._fill", fail)
-        agree(cache, alone, input_ids=text)
-    agree(cache, alone, input_ids=text)
-    assert (rungs(cache), cache.stats().errors) == (["exact"], 1)
-
-
-def test_a_model_error_is_the_models() -> None:
-    cache, alone = pair(BERT)
-    cache(input_ids=tokens(1, 5))
-    for wrong in (torch.full((1, 4), 10_000), torch.cat([tokens(1, 5), torch.full((1, 5), 10_000)])):
-        with pytest.raises(IndexError):
-            cache(input_ids=wrong)
-    assert (cache.stats().n_stored, cache.last) == (1, ())
-    with pytest.raises(ValueError, match="Expected input batch_size"):  # of the head, above the trunk
-        cache(input_ids=tokens(2, 5), labels=torch.zeros(7, dtype=torch.long))
-    agree(cache, alone, input_ids=tokens(1, 5))
-    assert rungs(cache) == ["exact"]
 
 
 def test_rungs_and_classes_of_ones_own_that_raise() -> None:

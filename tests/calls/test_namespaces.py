@@ -1,18 +1,19 @@
-"""A namespace is told by its characters, and a purge leaves nothing of it."""
+"""A namespace is told by its characters, and a purge leaves nothing of it; `only_if_cached` computes nothing."""
 
 import gc
 import types
 from typing import Any
 
 import pytest
+import torch
 
-from llmcache import ConfigError, LLMCache
+from llmcache import ConfigError, LLMCache, NotCachedError
 from llmcache.request.rows import Scope
 from tests import inside
 from tests.calls.helpers import one_layer, rungs, wrapped
-from tests.contract.streams import classifier
-from tests.tiny_models import padded
-from tests.topics import batched, requests
+from tests.contract.streams import calibrated, classifier
+from tests.tiny_models import padded, tokens
+from tests.topics import batched, known, requests
 
 ONE = padded([6], seed=1)
 
@@ -107,3 +108,57 @@ def test_namespaces_that_come_and_go_leave_nothing(cache: LLMCache, monkeypatch:
         assert [cache.purge(namespace=str(number)) for _ in range(2)] == [1, 0]
     (state,) = cache._backend.forward.signatures._states.values()
     assert 0 < len(state.scopes) <= 4
+
+
+# -- only_if_cached ----------------------------------------------------------------------------------------------------
+
+BOTH = tokens(2, 6)
+
+
+@pytest.fixture
+def knowing(cache: LLMCache) -> LLMCache:
+    """A cache that knows the first request."""
+    cache(input_ids=BOTH[:1])
+    return cache
+
+
+def tried(cache: LLMCache, ids: torch.Tensor) -> Any:
+    with cache.only_if_cached():
+        return cache(input_ids=ids)
+
+
+@pytest.mark.parametrize(("ids", "missing"), [(BOTH[1:], 0), (BOTH, 1)], ids=["one", "of a batch"])
+def test_an_unknown_row_is_named_before_a_layer_runs_and_leaves_no_trace(
+    knowing: LLMCache, ids: torch.Tensor, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "layer_norm", lambda *_: pytest.fail("something was computed"))
+        with pytest.raises(NotCachedError, match=f"row {missing} of this call is not in the cache") as caught:
+            tried(knowing, ids)
+    assert caught.value.rows == (missing,)
+    stats = knowing.stats()
+    assert (stats.n_requests, stats.n_misses, stats.errors, knowing.last) == (1, 1, 0, ())
+    knowing(input_ids=ids)  # computed as usual
+    tried(knowing, ids)
+    assert knowing.stats().n_misses == 2
+
+
+def test_a_call_that_must_bypass_the_cache_raises_too(knowing: LLMCache) -> None:
+    with pytest.raises(NotCachedError, match="this call is not") as caught, knowing.disabled():
+        tried(knowing, BOTH[:1])
+    assert caught.value.rows is None
+    assert knowing.stats().bypassed == {}
+
+
+@pytest.mark.slow
+def test_similar_requests_are_served_and_each_request_is_audited_once() -> None:
+    with calibrated(audit=0.5, max_drop=0.2) as cache:
+        n_computed, asked = 0, requests(60, seed=7)[0]
+        for one in asked:
+            try:
+                tried(cache, one["input_ids"])
+            except NotCachedError:
+                n_computed += 1
+                cache(**one)
+        assert cache.stats().n_requests == known(cache).n_requests == len(asked)
+        assert cache.stats().hits["semantic"] > 0 < n_computed

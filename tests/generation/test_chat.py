@@ -73,13 +73,19 @@ def test_without_a_template_the_conversation_is_one_text(model: Any) -> None:
     assert read(chat, "how are") == said(model, plain, ids)
 
 
-def test_a_question_that_is_asked_again_is_known(begin: Begin) -> None:
-    chat = begin()
+def test_a_question_that_is_asked_again_is_known_and_a_history_is_only_read(begin: Begin) -> None:
+    chat = begin(system=SYSTEM["content"])
+    chat.history[0]["content"] = "w1"  # type: ignore[index]
+    assert chat.history[0] == SYSTEM
     for is_known in (False, True):
         chat.clear()
+        with pytest.raises(RequestError, match="nothing was asked"):
+            chat.turn()
         list(chat.ask("how are you"))
         assert chat.turn().prompt.is_hit == is_known
     assert len(chat.prompts) == 1
+    with pytest.raises(RequestError, match=r"ask with a text \(got int\)"):
+        chat.ask(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("why", ["left", "closed", "interrupted"])
@@ -139,15 +145,3 @@ def test_what_is_not_answered_makes_nothing_forgotten(begin: Begin) -> None:
     assert (turn.n_forgotten, chat.history) == (0, before) and turn.prompt.n_dropped > 0
     read(chat, "w1 " * 60)
     assert len(chat.history) < len(before) + 2
-
-
-def test_a_conversation_cannot_be_changed_from_outside(begin: Begin) -> None:
-    chat = begin(system=SYSTEM["content"])
-    chat.history[0]["content"] = "w1"  # type: ignore[index]
-    assert chat.history[0] == SYSTEM
-    chat.ask("how are you")
-    chat.clear()
-    with pytest.raises(RequestError, match="nothing was asked"):
-        chat.turn()
-    with pytest.raises(RequestError, match=r"ask with a text \(got int\)"):
-        chat.ask(5)  # type: ignore[arg-type]

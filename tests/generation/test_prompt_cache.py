@@ -67,23 +67,19 @@ def said(content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **more}]
 
 
-def test_a_chat_comes_to_the_tokens_that_its_template_gives(prompts: PromptCache, tokenizer: Counted) -> None:
+def test_a_chat_comes_to_the_tokens_that_its_template_gives_and_a_text_to_special_ones(
+    prompts: PromptCache, tokenizer: Counted
+) -> None:
     first, again = prompts.encode([MappingProxyType(message) for message in CHAT]), prompts.encode(CHAT)
     assert (first.is_hit, again.is_hit) == (False, True)
     assert tokenizer.asked == {"text": 1, "tokens": 1}
     assert first.ids == again.ids == plain(tokenizer)
-
-
-def test_a_text_gets_special_tokens_and_a_chat_has_its_own(prompts: PromptCache, tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    assert list(prompts.encode(text).ids) == tokenizer(text)["input_ids"]
-    assert not prompts.encode(CHAT).is_hit  # the same text, but not the same tokens
-
-
-def test_other_roles_and_orders_are_other_prompts(prompts: PromptCache, tokenizer: Any) -> None:
-    chats = [CHAT, CHAT[::-1], CHAT[:1], [{**CHAT[0], "role": "user"}, CHAT[1]]]
-    assert [prompts.encode(chat).ids for chat in chats] == [plain(tokenizer, chat) for chat in chats]
-    assert len(prompts) == 4
+    made = prompts.encode(text)
+    assert not made.is_hit and list(made.ids) == tokenizer(text)["input_ids"]  # the same text, but not the same tokens
+    for chat in (CHAT[::-1], CHAT[:1], [{**CHAT[0], "role": "user"}, CHAT[1]]):  # other roles and orders
+        assert prompts.encode(chat).ids == plain(tokenizer, chat)
+    assert len(prompts) == 5
 
 
 def test_another_template_or_more_tokens_make_another_prompt(prompts: PromptCache, tokenizer: Any) -> None:
