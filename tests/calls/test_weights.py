@@ -100,6 +100,34 @@ def test_offloaded_weights_are_computed_and_counted() -> None:
 # -- edits that no call has seen ---------------------------------------------------------------------------------------
 
 
+def steady() -> LLMCache:
+    """A cache of 70 requests whose weights have been steady for so long that calls are opened without a check."""
+    cache = wrapped(BARE["bert"])
+    for seed in range(70):
+        cache(input_ids=tokens(1, 5, seed))
+    assert cache._core.wrapped.weights.is_steady and cache.stats().n_stored == 70
+    return cache
+
+
+def test_what_was_stored_without_a_look_serves_no_other_weights() -> None:
+    cache = steady()
+    with torch.no_grad():
+        cache.model.encoder.layer[0].output.dense.weight.mul_(1.5)
+    for seed in (69, 3):
+        check(cache, n_hits=1, input_ids=tokens(1, 5, seed))
+    assert cache.stats().errors == 0
+
+
+def test_a_save_holds_nothing_that_was_stored_under_other_weights(tmp_path: Path) -> None:
+    cache = steady()
+    with torch.no_grad():
+        cache.model.embeddings.word_embeddings.weight.mul_(1.5)
+    cache.save(tmp_path)
+    other = build(BARE["bert"])
+    other.load_state_dict(cache.model.state_dict())
+    assert LLMCache.load(other, tmp_path).stats().n_stored == 0
+
+
 def train_a_step(model: nn.Module) -> torch.optim.Optimizer:
     """Run a forward and a backward with gradients; the caller makes the step, which leaves no trace."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
