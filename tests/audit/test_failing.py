@@ -20,9 +20,7 @@ def fail(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
-    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_whose_looks_all_fail_ends_reuse(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inside.audit(cache)._recomputer, "compute", fail)
     statuses = [known(cache).status]
     for one in fresh(150):

@@ -42,21 +42,12 @@ def cache(model: nn.Module) -> Iterator[LLMCache]:
         yield cache
 
 
-@pytest.fixture
-def ready(model: nn.Module) -> Iterator[LLMCache]:
-    """A cache that was calibrated on the first N requests."""
-    with calibrated(model) as cache:
-        yield cache
-
-
 def fresh(n: int, seed: int = 7) -> list[Inputs]:
     """Other requests, several in a call."""
     return batched(requests(n, seed=seed)[0])
 
 
-def test_calibrating_on_one_thread_of_numpys_blas_turns_reuse_on_within_the_bound(
-    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def n_threads() -> set[int]:
         return {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
 
@@ -65,7 +56,7 @@ def test_calibrating_on_one_thread_of_numpys_blas_turns_reuse_on_within_the_boun
     monkeypatch.setattr(fitter, "fit", lambda *args: (seen.append(n_threads()), fit(*args))[1])
     with threadpool_limits(limits=2, user_api="blas"):
         found = cache.calibrate(BATCHES, **LOOSE)
-        assert seen == [{1}] and n_threads() == {2}
+        assert seen == [{1}] and n_threads() == {2}  # of NumPy's BLAS
     assert found is cache.calibration and found.is_certified
     assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
     assert found.n_sources + found.n_tested == N
@@ -81,9 +72,7 @@ def test_calibrating_on_one_thread_of_numpys_blas_turns_reuse_on_within_the_boun
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sources", ["frozen", "growing"])
-def test_only_growing_sources_are_joined_by_others_and_a_purge_of_either_ends_it(
-    model: nn.Module, sources: str, tmp_path: Path
-) -> None:
+def test_only_growing_sources_grow_and_a_purge_ends_either(model: nn.Module, sources: str, tmp_path: Path) -> None:
     """Also after loading. Growing sources are not pinned: only the index tells their namespace."""
     with LLMCache.wrap(model, max_entries=N + 10) as cache:
         with cache.namespace("tenant"):
@@ -217,9 +206,7 @@ def test_heads_that_answer_by_token_are_refused(head: str) -> None:
         ({"share_calibration": True}, "share_calibration"),  # without a store
     ],
 )
-def test_settings_under_which_no_bound_holds_are_refused(
-    model: nn.Module, settings: dict[str, Any], message: str
-) -> None:
+def test_settings_without_a_bound_are_refused(model: nn.Module, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLMCache.wrap(model, **settings)
     assert "forward" not in model.__dict__
@@ -328,12 +315,13 @@ WRONG_CLAIMS: dict[str, list[Any]] = {
 }
 
 
-def test_a_wrong_claim_is_refused_and_leaves_the_one_before(ready: LLMCache) -> None:
-    found = ready.calibration
-    for name, value in ((name, value) for name, values in WRONG_CLAIMS.items() for value in values):
-        with pytest.raises(ConfigError, match=name):
-            ready.calibrate(SAMPLE, **LOOSE | {name: value})
-        assert ready.calibration is found
+def test_a_wrong_claim_is_refused_and_leaves_the_one_before() -> None:
+    with calibrated() as cache:
+        found = cache.calibration
+        for name, value in ((name, value) for name, values in WRONG_CLAIMS.items() for value in values):
+            with pytest.raises(ConfigError, match=name):
+                cache.calibrate(SAMPLE, **LOOSE | {name: value})
+            assert cache.calibration is found
 
 
 def test_what_was_computed_before_a_purge_is_not_learned_from() -> None:

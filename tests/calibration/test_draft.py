@@ -161,9 +161,7 @@ OTHERWISE: dict[str, Otherwise] = {
 
 @only_model
 @pytest.mark.parametrize("otherwise", OTHERWISE.values(), ids=OTHERWISE)
-def test_what_the_calibration_did_not_see_ends_drafting_until_it_is_undone(
-    drafted: LLMCache, drafting: Any, otherwise: Otherwise
-) -> None:
+def test_what_the_calibration_did_not_see_ends_drafting(drafted: LLMCache, drafting: Any, otherwise: Otherwise) -> None:
     rows = drafted_rows(drafted)
     inside.draft(drafted).forget()
     with otherwise(drafted.model, drafting):
@@ -215,9 +213,7 @@ def test_a_withdrawn_source_is_not_replaced_by_the_draft(drafted: LLMCache) -> N
 
 
 @only_copy
-def test_searches_that_are_turned_off_leave_nothing_to_the_draft(
-    drafted: LLMCache, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_searches_nothing_is_drafted(drafted: LLMCache, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLMCache.load(classifier(), saved, auto_bypass=True) as cache:
         assert "draft" in ask(cache, requests(40, seed=7)[0])
         monkeypatch.setattr(SearchCost, "pays", lambda account, call: False)

@@ -12,9 +12,7 @@ from tests.contract.test_copies import attributes
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, states
 
 
-def test_all_is_restored_after_a_failed_install_and_an_error_within(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_is_restored_after_a_failed_install_and_an_error_within(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(TOKEN_HEADS["causal"])
     before = attributes(model)
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):

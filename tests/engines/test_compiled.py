@@ -41,7 +41,7 @@ def mixed_call(number: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "lengths", "rows"), [("bert", (8, 16), (1, 4)), ("llama", (16,), (4,))])
-def test_mixed_calls_compile_nothing_and_answer_as_the_model_does(
+def test_mixed_calls_compile_nothing_and_answer_right(
     family: str, lengths: tuple[int, ...], rows: tuple[int, ...]
 ) -> None:
     cache = compiled(family, lengths=lengths, rows=rows, max_padding=0.6)

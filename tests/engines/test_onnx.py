@@ -309,9 +309,7 @@ def test_auto_keeps_the_engine_of_a_saved_calibration(
     assert "semantic" in ask(again, requests(60, seed=1)[0])
 
 
-def test_answers_that_the_engine_changes_count_in_the_bound(
-    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_engine_changes_counts_in_the_bound(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(classifier(), engine=engine, max_drop=0.2, audit=0, auto_bypass=False)
     compute = onnx.OnnxTrunk.compute
     monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda self, arguments: [-one for one in compute(self, arguments)])

@@ -67,9 +67,7 @@ def said(content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content, **more}]
 
 
-def test_a_chat_comes_to_the_tokens_that_its_template_gives_and_a_text_to_special_ones(
-    prompts: PromptCache, tokenizer: Counted
-) -> None:
+def test_chats_have_their_templates_tokens_and_texts_special_ones(prompts: PromptCache, tokenizer: Counted) -> None:
     first, again = prompts.encode([MappingProxyType(message) for message in CHAT]), prompts.encode(CHAT)
     assert (first.is_hit, again.is_hit) == (False, True)
     assert tokenizer.asked == {"text": 1, "tokens": 1}
@@ -186,9 +184,7 @@ def test_a_text_is_known_by_its_characters_whatever_its_class_says(prompts: Prom
 
 
 @pytest.mark.parametrize("pair", [("w1", Masked("w2")), (["w1"], ("w1",)), ({"1": "w1"}, {1: "w1"}), (1, True)])
-def test_contents_that_a_template_tells_apart_are_other_prompts(
-    prompts: PromptCache, tokenizer: Any, pair: tuple[Any, Any]
-) -> None:
+def test_contents_that_templates_tell_apart_differ(prompts: PromptCache, tokenizer: Any, pair: tuple[Any, Any]) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] ~ '' }}{% endfor %}"
     for content in (*pair, *pair):
         text = tokenizer.apply_chat_template(said(content), tokenize=False, add_generation_prompt=True)

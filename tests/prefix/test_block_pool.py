@@ -127,9 +127,7 @@ def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[i
 
 
 @given(st.lists(IDS, max_size=12), IDS, st.integers(1, 4))
-def test_as_many_tokens_are_found_as_any_stored_request_shares(
-    stored: list[list[int]], ids: list[int], size: int
-) -> None:
+def test_the_longest_shared_prefix_is_found(stored: list[list[int]], ids: list[int], size: int) -> None:
     blocks = pool(10**5, size=size)
     put(blocks, *(chain_of(*one, size=size) for one in stored))
     found, n_tokens = blocks.reach(chain_of(*ids, size=size), row(ids).ids, 2)

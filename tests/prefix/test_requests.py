@@ -94,7 +94,7 @@ def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(llama: A
 
 
 @pytest.mark.parametrize(("kind", "length"), [("dynamic", 10), ("static", 8), ("none", 3)])
-def test_a_repeat_comes_back_bit_for_bit_and_nothing_runs(
+def test_a_repeat_is_equal_and_nothing_runs(
     llama: Any, kind: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, step = tokens(2, length), tokens(2, 1, seed=9)
