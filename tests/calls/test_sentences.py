@@ -119,6 +119,7 @@ def with_a_reader_of_tokens(model: Any) -> list[torch.Tensor]:
 
 
 EXTENSIONS = {
+    "none": lambda model: [],
     "a hook": with_hook,
     "tokens": with_tokens_of_its_own,
     "a reader": with_a_reader_of_tokens,
@@ -139,6 +140,7 @@ def test_no_vector_stands_for_states(model: Any, extension: str) -> None:
             check_same(found["sentence_embedding"], expected["sentence_embedding"])
             seen.append(found["token_embeddings"])
         assert cache.stats().n_hits == len(TEXTS)
+    assert extension != "none" or "token_embeddings" not in given  # no vector is taken for states
     for states in seen[1:]:
         check_same(states[where], seen[0][where])
 
