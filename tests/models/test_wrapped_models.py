@@ -34,6 +34,17 @@ def test_the_mean_of_valid_tokens_for_any_padding(family: str) -> None:
         assert cache.stats().hits == {"exact": 12}
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("left", [False, True])
+def test_the_last_row_with_either_padding(family: str, left: bool) -> None:
+    model, inputs = build(CLASSIFIERS[family]), padded([7, 4], left=left)
+    plain = ask(model, **inputs).logits
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            check_same(ask(model, **inputs).logits, plain)
+        assert (cache.stats().hits, cache.stats().nbytes) == ({"exact": 2}, 2 * 32 * 4)
+
+
 def test_what_a_classifiers_entry_does_not_keep_is_not_taken_for_states() -> None:
     model: Any = build(CLASSIFIERS["bert"])
     with LLMCache.wrap(model):
