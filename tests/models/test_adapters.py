@@ -12,7 +12,7 @@ from llmcache import ConfigError, LLMCache, UnsupportedModelError
 from llmcache.models.adapters import locate, special_ids
 from llmcache.models.arguments import Arguments, can_select_rows, select_rows
 from tests.contract.judge import ask, check_same
-from tests.tiny_models import BARE, GENERATORS, STRANGERS, Make, build, llama, states, tokens
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, Make, build, llama, states, tokens
 
 
 def without_layers() -> nn.Module:
@@ -45,6 +45,17 @@ def test_a_refusal_says_what_was_looked_for(name: str) -> None:
 def test_the_mean_of_a_stranger_is_refused() -> None:
     with pytest.raises(ConfigError, match="adapter"):
         LLMCache.wrap(build(STRANGERS["megatron"]), payload="mean")
+
+
+@pytest.mark.parametrize("family", BARE)
+def test_the_trunk_of_every_family(family: str) -> None:
+    trunk = locate(build(BARE[family]))
+    assert trunk.depth == 4
+    assert trunk.adapter.family in (family, "MPNetModel", "DebertaV2Model")
+    if family in CLASSIFIERS:
+        model = build(CLASSIFIERS[family])
+        trunk = locate(nn.ModuleDict({"inner": model}))
+        assert trunk.adapter.family == family and trunk.module is not model
 
 
 def test_a_class_that_only_has_the_name_of_one_of_transformers_is_told_by_its_shape() -> None:

@@ -29,8 +29,8 @@ def row(ids: list[int], start: int = 0) -> Row:
     return Row(0, "", packed, slice(0, len(ids)), len(ids), start)
 
 
-def chain_of(*ids: int, size: int = 1, scope: Scope = SCOPE) -> tuple[Link, ...]:
-    return links(scope, row([*ids]), size)
+def chain_of(*ids: int, size: int = 1) -> tuple[Link, ...]:
+    return links(SCOPE, row([*ids]), size)
 
 
 def n_shared(first: list[int], second: list[int]) -> int:
@@ -39,19 +39,19 @@ def n_shared(first: list[int], second: list[int]) -> int:
     return next(differing, min(len(first), len(second)))
 
 
-def block(link: Link, scope: Scope = SCOPE, is_tail: bool = False, n_numbers: int = 2) -> Block:
+def block(link: Link, is_tail: bool = False, n_numbers: int = 2) -> Block:
     """Return a block of `n_numbers` numbers of 4 bytes."""
     tensors = {"keys": torch.zeros(1, n_numbers), "values": torch.zeros(1, 0), "states": torch.zeros(1, 0)}
-    return Block.of(link.ids, scope, tensors, is_tail, b"")
+    return Block.of(link.ids, SCOPE, tensors, is_tail, b"")
 
 
 def pool(n_blocks: int = 100, policy: Callable[[], Policy] = LRU, size: int = 1) -> BlockPool:
     return BlockPool(size, 8 * n_blocks, torch.device("cpu"), policy)
 
 
-def put(blocks: BlockPool, *chains: Sequence[Link], scope: Scope = SCOPE) -> None:
+def put(blocks: BlockPool, *chains: Sequence[Link]) -> None:
     for chain in chains:
-        blocks.put(chain, {link.key: block(link, scope) for link in chain})
+        blocks.put(chain, {link.key: block(link) for link in chain})
 
 
 def n_found(blocks: BlockPool, *chains: Sequence[Link]) -> list[int]:
@@ -168,11 +168,11 @@ def test_a_scan_of_prompts_asked_once_drives_out_no_prompt_that_is_asked_again()
 
 def test_what_does_not_fit_is_not_held() -> None:
     """Neither what follows a block that another thread evicted, nor what is too large, nor another's tokens."""
-    blocks, chain, (large,), (link,) = pool(1), chain_of(0, 1, 2), chain_of(1), chain_of(3)
+    blocks, chain, (large,), (link,) = pool(2), chain_of(0, 1, 2), chain_of(1), chain_of(3)
     put(blocks, chain[:1])
     blocks.put(chain, {chain[2].key: block(chain[2])})
     assert len(blocks) == 1
-    assert not blocks.put([large], {large.key: block(large, n_numbers=3)})
+    assert not blocks.put([large], {large.key: block(large, n_numbers=5)})
     assert n_found(blocks, chain, [large]) == [1, 0]
     blocks.put([link], {link.key: block(Link(link.key, b"other"))})
     assert n_found(blocks, [link]) == [0]
