@@ -58,6 +58,12 @@ def test_the_trunk_of_every_family(family: str) -> None:
         assert trunk.adapter.family == family and trunk.module is not model
 
 
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_of_an_encoder_decoder_the_encoder(family: str) -> None:
+    model = build(GENERATORS[family])
+    assert locate(model).module is model.get_encoder()
+
+
 def test_a_class_that_only_has_the_name_of_one_of_transformers_is_told_by_its_shape() -> None:
     """A checkpoint's own code may reuse a class name: here tokens attend to later ones."""
     named = tf.LlamaModel

@@ -132,6 +132,14 @@ def test_settings_that_decide_no_state_do_not_count() -> None:
         assert weights.digest() == before
 
 
+@pytest.mark.parametrize("family", ["bert", "deberta", "gpt2", "t5"])
+def test_a_model_that_was_saved_has_the_same_digest(family: str, tmp_path: Path) -> None:
+    model: Any = build(BARE[family])
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert Weights(model).digest() == Weights(again).digest()
+
+
 def test_an_edit_that_is_taken_back_is_seen_of_a_tensor_and_where_another_call_saw_it() -> None:
     norm = nn.BatchNorm1d(2).eval()
     weights = Weights(nn.Sequential(norm))
