@@ -117,14 +117,11 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
     assert np.mean(np.array(ratios) < 2) > 0.9
 
 
-def test_the_more_it_exceeds_the_sooner_it_is_expected() -> None:
+def test_the_more_it_exceeds_the_sooner_it_is_expected_and_what_is_found_late_counts_alike() -> None:
     alarm = Alarm(0.005, floor=0.05, alpha=0.05)
     needed = [alarm.needed(rate) for rate in (0.01, 0.05, 0.2)]
     assert needed == sorted(needed, reverse=True) and needed[-1] > EPOCH
     assert Alarm(0.02, floor=0.25, alpha=0.05).needed(0.0201) is None  # too little to be heard
-
-
-def test_what_is_found_late_tells_the_same_in_the_end() -> None:
     at_once, late = Alarm(0.05, 0.5, 0.05), Alarm(0.05, 0.5, 0.05)
     for n in range(3 * EPOCH):
         assert at_once.see() == late.see() == n
@@ -201,10 +198,7 @@ def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
     everything = AuditAccount(limit=0.5, floor=1.0, alpha=0.05)
     samples = [everything.see(1.0) for _ in range(50)]
     assert all(isinstance(sample, AuditSample) and sample.weight == 1.0 for sample in samples)
-
-
-def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
-    auditor = AuditAccount(0.01, 0.2, 0.05)
+    auditor = AuditAccount(0.01, 0.2, 0.05)  # where samples wait, fewer are drawn and count more
     weights = {sample.weight for _ in range(3000) if (sample := auditor.see(0.0, 0.25)) is not None}
     assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}
     assert auditor.counts["n_drawn"] < 3000 * 0.2 / 2

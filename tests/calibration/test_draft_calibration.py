@@ -316,14 +316,14 @@ def test_another_model_needs_a_calibration(saved: Path, caplog: pytest.LogCaptur
 @pytest.mark.slow
 @pytest.mark.usefixtures("both")
 def test_drafts_are_no_sources_and_a_renewal_keeps_the_draft(home: Path) -> None:
-    with wrap(home, draft=student(), sources="growing", audit=AUDITED, recalibrate=150) as cache:
+    with wrap(home, draft=student(), sources="growing", audit=AUDITED, recalibrate=120) as cache:
         made = cache.calibrate(LEARNED)
         assert made.sources == "growing" and made.limits.keys() == BOTH.keys()
-        rungs = ask(cache, requests(200, seed=5)[0])
+        rungs = ask(cache, requests(140, seed=5)[0])
         assert {"draft", None} <= set(rungs) and made.n_sources == 400
         assert len(inside.sources(cache)) == 400 + rungs.count(None)
         cache.drain()
         renewed = cache.calibration
         assert renewed is not None and renewed is not made and renewed.draft == made.draft
         assert renewed.limits.keys() == BOTH.keys() and cache.stats().errors == 0
-        assert "draft" in ask(cache, requests(60, seed=6)[0])
+        assert "draft" in ask(cache, requests(40, seed=6)[0])

@@ -7,20 +7,15 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from llmcache.models.model_config import setting
 
+NAMES = ("output_attentions", "num_hidden_layers", "is_decoder", "return_dict", "_attn_implementation", "new")
+
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "gpt2", "t5", "qwen2_moe"])
 def test_it_says_what_getattr_says_before_and_after_edits(family: str) -> None:
     config = AutoConfig.for_model(family)
 
     def check() -> None:
-        for name in (
-            "output_attentions",
-            "num_hidden_layers",
-            "is_decoder",
-            "return_dict",
-            "_attn_implementation",
-            "new",
-        ):
+        for name in NAMES:
             assert setting(config, name, "none") == getattr(config, name, "none"), name
 
     check()
