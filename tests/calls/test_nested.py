@@ -12,8 +12,8 @@ import torch
 import transformers as tf
 
 from llmcache import LLMCache
-from tests.calls.helpers import agree, pair, rungs, wrapped
-from tests.contract.judge import ask, check_same
+from tests.calls.helpers import X, agree, pair, rungs, wrapped
+from tests.contract.judge import ask, check_same, plain_answer
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, tokens
 
 OUTER, OTHER = padded([6, 4, 5]), padded([7, 3], seed=50)
@@ -147,6 +147,17 @@ def test_of_two_forwards_of_the_trunk_in_one_answer_nothing_is_learned() -> None
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_change_while_threads_run_are_followed() -> None:
+    cache, start = wrapped(CLASSIFIERS["bert"]), threading.Barrier(8)
+    for _ in range(3):
+        with torch.no_grad():
+            cache.model.bert.encoder.layer[0].output.dense.weight.mul_(1.1)
+        expected = plain_answer(cache, **X)
+        with ThreadPoolExecutor(8) as pool:
+            for answer in pool.map(lambda _: (start.wait(), cache(**X))[1], range(8)):
+                check_same(answer, expected)
 
 
 @pytest.mark.parametrize(("kind", "n_known"), [("dynamic", 0), ("dynamic", 4), ("dynamic", 6), ("static", 4)])

@@ -192,6 +192,17 @@ def test_edited_weights_run_eagerly_until_the_engine_is_built_again(wrap: Any) -
     assert figures(cache).eager == {"weights": 1}
 
 
+def test_after_clear_an_edit_that_left_no_trace_runs_eagerly(wrap: Any) -> None:
+    cache, alone = wrap(), fresh("bert", "classifier")
+    agree(cache, **padded([6]))
+    (edited,) = tokens(1, 1, seed=0)[0].tolist()
+    for model in (cache.model, alone):
+        model.bert.embeddings.word_embeddings.weight.data[edited, 7] += 3
+    cache.clear()
+    agree(cache, alone, input_ids=torch.full((1, 6), edited))
+    assert (figures(cache).eager, figures(cache).n_requests) == ({"weights": 1}, 1)
+
+
 def test_padded_rows_run_eagerly_where_a_head_may_read_their_padding(engine: dict[str, Any]) -> None:
     model, calls = Around().eval(), (padded([6, 3]), padded([6]))
     model.model = fresh("bert", "classifier")  # whose graph other tests have made
