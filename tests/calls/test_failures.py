@@ -64,6 +64,9 @@ def test_rungs_and_classes_of_ones_own_that_raise() -> None:
         agree(cache, alone, **padded([6, 4], seed))
     assert cache.stats().health.failures == {"look up a call: RuntimeError": 1}
     assert (cache.stats().n_misses, cache.stats().hits) == (4, {"exact": 2})
+    with pytest.raises(IndexError):  # the model's own error leaves no outcome
+        cache(input_ids=torch.full((1, 4), 10_000))
+    assert (cache.stats().n_stored, cache.last) == (4, ())
 
 
 # -- how failures are counted ------------------------------------------------------------------------------------------

@@ -113,6 +113,16 @@ def test_a_repeat_is_equal_and_nothing_runs(
     assert (cache.stats().hits, cache.stats().errors) == ({"exact": 4}, 0)
 
 
+def test_padding_that_was_cut_is_not_taken_for_what_the_model_makes_of_it(llama: Any) -> None:
+    """For a row that begins after the cut columns, all tokens are computed, but not all padding."""
+    inputs = padded([22, 3], left=True)
+    plain = run(llama, **inputs).logits
+    cache = wrapped(llama, inputs["input_ids"][:1])
+    cache(**inputs, logits_to_keep=1)
+    assert [outcome.n_prefix for outcome in cache.last] == [19, 0]  # until the other row begins
+    close(cache(**inputs).logits, plain)
+
+
 class ByPlace(nn.Module):
     """Mimics kernels whose rounding depends on a row's place in the batch."""
 
