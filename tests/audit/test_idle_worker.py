@@ -160,6 +160,7 @@ def test_draining_does_what_waits_here_and_in_order_and_closing_ends_the_thread(
     assert owner.done == [(n, threading.current_thread().name) for n in range(5)]
     owner.add()
     thread = owner.worker._thread
+    assert thread.daemon  # the interpreter ends though jobs wait
     for _ in range(2):
         owner.worker.close()
     owner.add()
