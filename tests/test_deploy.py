@@ -129,12 +129,12 @@ def _exported(tmp_path: Path) -> tuple[set[str], set[str]]:
     """Return the names of a server's samples, as Prometheus stores them, and of their labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    from tests.serving.served import client_of, make_server, write
+    from tests.serving.served import Client, make_server, write
 
     parts = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
     names, labels = set(), set()
     server = make_server(write(tmp_path, "classifier"))
-    with client_of(server) as client:
+    with Client(server) as client:
         for is_disabled in (False, False, True):  # a miss, a hit, a bypass
             server.is_disabled = is_disabled
             client.post("/predict", json={"inputs": "my card"}).raise_for_status()

@@ -15,6 +15,7 @@ from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.models.adapters import ADAPTERS
 from llmcache.reuse.audit.alarm import Alarm
 from tests.examples import DOCS, ROOT, run, text_of
+from tests.fixtures import Patch, Shown
 from tests.tiny_models import CLASSIFIERS, build, tokenizer, tokens
 
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -54,8 +55,8 @@ def added() -> Iterator[Callable[[], list[str]]]:
 def test_examples_run(
     name: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Shown,
     added: Callable[[], list[str]],
 ) -> None:
     monkeypatch.chdir(tmp_path)

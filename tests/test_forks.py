@@ -7,6 +7,7 @@ import pytest
 
 from llmcache.support import threads
 from llmcache.support.threads import at_fork, forkable
+from tests.fixtures import Patch
 from tests.forks import in_child, needs_fork
 
 pytestmark = needs_fork
@@ -32,9 +33,7 @@ def holding(lock: threading.Lock, *others: threading.Lock) -> tuple[threading.Th
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False])
-def test_a_lock_that_another_thread_holds_is_free_in_the_child(
-    is_waited_for: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_another_thread_holds_is_free_in_the_child(is_waited_for: bool, monkeypatch: Patch) -> None:
     monkeypatch.setattr(threads, "_PATIENCE_S", 0.01)
     lock = forkable(threading.Lock(), is_waited_for)
     thread, end = holding(lock)

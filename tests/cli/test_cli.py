@@ -19,6 +19,7 @@ from llmcache.memory.index import INDEXES
 from llmcache.memory.policies import POLICIES
 from tests import reference
 from tests.commands import run_main
+from tests.fixtures import Patch, Shown
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "faiss", "sklearn", "numpy", "datasketch", "matplotlib")
@@ -40,9 +41,7 @@ def test_the_tree_holds_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", TREE, ids=" ".join)
-def test_commands_and_options_have_help_which_names_them(
-    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_and_options_have_help_which_names_them(path: tuple[str, ...], capsys: Shown) -> None:
     assert run_main(*path[1:], "--help") == 0
     shown = capsys.readouterr().out
     assert TREE[path].help
@@ -52,7 +51,7 @@ def test_commands_and_options_have_help_which_names_them(
 
 
 @pytest.mark.parametrize("args", [["--nonsense"], ["info", "--nonsense"], ["nonsense"]])
-def test_unknown_words_exit_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_words_exit_with_2(args: list[str], capsys: Shown) -> None:
     assert run_main(*args) == 2
     captured = capsys.readouterr()
     assert "nonsense" in captured.err and captured.out == ""
@@ -76,16 +75,14 @@ def failing(error: Exception) -> Callable[[], None]:
         (lambda: write_json(Path("/dev/full"), {"figure": 1}), "/dev/full: No space left on device"),
     ],
 )
-def test_user_errors_are_one_line(
-    command: Callable[[], None], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_user_errors_are_one_line(command: Callable[[], None], line: str, monkeypatch: Patch, capsys: Shown) -> None:
     monkeypatch.setattr(cli, "app", cli.build_app({"fail": command}))
     assert run_main("fail") == 2
     captured = capsys.readouterr()
     assert (captured.err, captured.out) == (f"llmcache: {line}\n", "")
 
 
-def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_hidden(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cli, "app", cli.build_app({"fail": failing(ZeroDivisionError("ours"))}))
     with pytest.raises(ZeroDivisionError, match="ours"):
         cli.main(["fail"])
@@ -97,7 +94,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert result.stdout.strip() == ""
 
 
-def test_info_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_what_runs(capsys: Shown) -> None:
     assert run_main("--version") == 0
     assert capsys.readouterr().out == f"llmcache {llmcache.__version__}\n"
     assert run_main("info") == 0
@@ -108,7 +105,7 @@ def test_info_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_reference_is_fresh_whatever_the_terminal_and_a_change_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Shown
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from experiments.support import progress
 from experiments.support.progress import tracked
 from llmcache.cli.table import cell, show_table
+from tests.fixtures import Patch, Shown
 
 
 @pytest.mark.parametrize("room", [40, 80, 200])
-def test_a_table_shows_every_number_whole(
-    room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_shows_every_number_whole(room: int, monkeypatch: Patch, capsys: Shown) -> None:
     monkeypatch.setenv("COLUMNS", str(room))
     numbers = {f"figure_{i}_ms": 1234.5 + i for i in range(12)}
     rows: list[dict[str, Any]] = [{"name": f"minilm-banking77-row-{i}", **numbers, "none": None} for i in range(3)]
@@ -27,7 +26,7 @@ def test_a_table_shows_every_number_whole(
         assert max(map(len, shown.splitlines())) <= room and "minilm-banking77-row-2" in shown.split()
 
 
-def test_a_column_has_one_number_of_decimals_and_a_heading_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_has_one_number_of_decimals_and_a_heading_few_lines(capsys: Shown) -> None:
     rows = [{"way": way, "share_of_changed_answers_median": share} for way, share in (("a", 0.0061), ("b", 0.07))]
     show_table("title", rows)
     lines = capsys.readouterr().out.splitlines()
@@ -61,9 +60,7 @@ def test_nothing_below_1_is_shown_as_1(value: float) -> None:
     assert float(cell(value)) < 1
 
 
-def test_without_a_terminal_long_phases_tell_how_far_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_long_phases_tell_how_far_they_are(monkeypatch: Patch, capsys: Shown) -> None:
     clock = itertools.count()  # each reading adds a second
     monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
     assert list(tracked(range(1000), "Round 1 of 5")) == list(range(1000))

@@ -20,6 +20,7 @@ from llmcache.generation import generate as generate_plain
 from llmcache.generation.chat import Answer
 from llmcache.generation.prompt_cache import PromptCache
 from tests.commands import run_main
+from tests.fixtures import Patch, Shown
 from tests.serving.served import byte_tokenizer, decoder, figure, listening, make_server, write
 from tests.tiny_data import passage
 from tests.tiny_prompts import write_prompts
@@ -27,7 +28,6 @@ from tests.tiny_prompts import write_prompts
 FEW = ["--max-new-tokens", "4"]
 LONG = " ".join(passage(i) for i in range(9))
 Say = Callable[..., None]
-Shown = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Say:
+def say(monkeypatch: Patch) -> Say:
     """Types lines into the conversation; raises lines that are exceptions."""
 
     def give(*lines: str | BaseException) -> None:
@@ -76,7 +76,7 @@ def test_one_prompt_is_answered_and_told(models: str, tmp_path: Path, capsys: Sh
 
 
 def test_a_line_that_is_not_utf_8_is_refused_and_the_next_one_answered(
-    models: str, monkeypatch: pytest.MonkeyPatch, capsys: Shown
+    models: str, monkeypatch: Patch, capsys: Shown
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\na\n/caf\xe9\n"), encoding="utf-8"))
     assert talk(models) == 0
@@ -151,7 +151,7 @@ def test_a_prompt_that_was_cut_off_is_told(models: str, say: Say, capsys: Shown)
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_an_interrupted_answer_is_forgotten(
-    begun: bool, models: str, say: Say, capsys: Shown, monkeypatch: pytest.MonkeyPatch
+    begun: bool, models: str, say: Say, capsys: Shown, monkeypatch: Patch
 ) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -225,7 +225,7 @@ def test_a_conversation_is_the_models_own(tmp_path: Path, say: Say, capsys: Show
     assert "llmcache: the server refused it (400): the prompt has" in shown.err
 
 
-def test_what_is_asked(say: Say, capsys: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_asked(say: Say, capsys: Shown, monkeypatch: Patch) -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 2}
     stream = b": ping\n\n" + said("one ") + said("two") + event(choices=[], usage=usage) + b"data: [DONE]\n\n"
     monkeypatch.setenv("LLMCACHE_KEY", "a key")

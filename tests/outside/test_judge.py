@@ -13,6 +13,7 @@ from judge.verdict import Allowed, Finding, find, read_allowed, table
 from judge.wrapping import Judge, _copied
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, DynamicCache, PreTrainedModel
 
+from tests.fixtures import Patch
 from tests.tiny_models import BARE, build, tokenizer
 
 TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
@@ -185,7 +186,7 @@ def test_the_table_tells_all_ways() -> None:
 # -- plug-in, archive --------------------------------------------------------------------------------------------------
 
 
-def test_what_fails_in_any_phase_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_any_phase_has_failed(monkeypatch: Patch) -> None:
     seen: dict[str, str] = {}
     monkeypatch.setattr(plugin, "_OUTCOMES", seen)
     monkeypatch.setattr(plugin, "_MESSAGES", {})
@@ -203,9 +204,7 @@ def test_what_fails_in_any_phase_has_failed(monkeypatch: pytest.MonkeyPatch) -> 
         assert seen == told
 
 
-def test_an_archive_is_unpacked_once_and_refused_in_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_is_unpacked_once_and_refused_in_another_version(tmp_path: Path, monkeypatch: Patch) -> None:
     downloads: list[str] = []
 
     def download(requirement: str, folder: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.served import Client, Dial, Serve, client_of, make_server, write
+from llmcache.serving.server import Server
+from tests.serving.served import Client, Dial, Serve, make_server, write
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +31,23 @@ def serve(models: Path) -> Iterator[Serve]:
         def client(kind: str, cache: dict[str, Any] | None = None, **settings: Any) -> Client:
             asked = repr((kind, cache, settings))
             if asked not in clients:
-                clients[asked] = stack.enter_context(client_of(make_server(models / kind, cache, **settings)))
+                clients[asked] = stack.enter_context(Client(make_server(models / kind, cache, **settings)))
             return clients[asked]
 
         yield client
+
+
+@pytest.fixture
+def client(serve: Serve, request: pytest.FixtureRequest) -> Client:
+    """A client of the file's server, whose kind and settings are the file's `SERVED`, with an empty cache."""
+    made = serve(**request.module.SERVED)
+    made.server.cache.clear()
+    return made
+
+
+@pytest.fixture
+def server(client: Client) -> Server:
+    return client.server
 
 
 @pytest.fixture

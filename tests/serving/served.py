@@ -22,6 +22,7 @@ from llmcache.serving.loading import load_served
 from llmcache.serving.saving import Saves
 from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
+from tests.fixtures import Log
 from tests.tiny_models import VOCABULARY, build
 
 LABELS = ("card", "cash", "change", "credit", "other")
@@ -103,11 +104,6 @@ class Client(TestClient):
         self.server = server
 
 
-def client_of(server: Server) -> Client:
-    """Return an in-process client; as a context manager it starts and stops the server."""
-    return Client(server)
-
-
 #: Returns the client of a server for a kind of model and settings; see the fixture `serve`.
 Serve = Callable[..., Client]
 
@@ -171,7 +167,7 @@ def ask(place: tuple[str, int], method: str, path: str, body: bytes = b"", **hea
 
 
 @contextmanager
-def unharmed(folder: Path, path: str, body: Any, caplog: pytest.LogCaptureFixture) -> Iterator[tuple[str, int]]:
+def unharmed(folder: Path, path: str, body: Any, caplog: Log) -> Iterator[tuple[str, int]]:
     """Host and port of a server. At the end it is healthy, answers `body` as before, and has logged no failure."""
 
     def numbers() -> list[float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import Log
 from tests.serving.served import ask, unharmed
 
 _SILENCE_S = 0.15  # after which the client ends its side of the connection
@@ -149,7 +150,7 @@ def answers(place: tuple[str, int], content: bytes) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
-def test_raw_attacks(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_raw_attacks(models: Path, caplog: Log) -> None:
     with unharmed(models / "classifier", "/predict", {"inputs": "lost my card"}, caplog) as place:
         for content in RAW:
             found = answers(place, content)

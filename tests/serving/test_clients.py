@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fixtures import Patch
 from tests.redis_server import wait_until
 from tests.serving.served import CONTEXT, LABELS, figure, listening, make_server
 
@@ -50,7 +51,7 @@ def test_openai_chats(models: Path) -> None:
         wait_until(lambda: figure(server, "num_requests_running") == 0)
 
 
-def test_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face(models: Path, monkeypatch: Patch) -> None:
     from huggingface_hub import InferenceClient, constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it blocks local servers too

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 
 from llmcache.serving import connections
 from llmcache.serving.running import _log_error
+from tests.fixtures import Patch, Pool
 from tests.redis_server import wait_until
 from tests.serving.served import Dial, figure, listening, make_server, model_held, port_of, received
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.hostile("bodies, headers, sizes, and clients that are s
 
 
 @pytest.fixture(autouse=True)
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def limits(monkeypatch: Patch) -> None:
     """A limit that is quickly reached, and a log without lines of earlier tests."""
     monkeypatch.setattr(connections, "HEAD_S", 0.2)
     connections._logged_at.clear()
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch: Patch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 60)
 
 
@@ -95,7 +95,7 @@ def test_heads_have_a_size(connect: Connect, patient: None) -> None:
 
 
 def test_at_the_limit_idle_connections_make_way(
-    at: tuple[Any, str], connect: Connect, patient: None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    at: tuple[Any, str], connect: Connect, patient: None, monkeypatch: Patch, caplog: Any
 ) -> None:
     monkeypatch.setattr(connections, "max_connections", lambda: 8)
     known = connect(ASK)
@@ -110,7 +110,7 @@ def test_at_the_limit_idle_connections_make_way(
 
 
 def test_requests_under_way_are_not_closed_for_new_connections(
-    at: tuple[Any, str], connect: Connect, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+    at: tuple[Any, str], connect: Connect, monkeypatch: Patch, pool: Pool
 ) -> None:
     monkeypatch.setattr(connections, "max_connections", lambda: 1)
     server = at[0].config.app.state.server

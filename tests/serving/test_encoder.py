@@ -2,7 +2,6 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,14 @@ from starlette.testclient import TestClient
 
 from llmcache.cache import LLMCache
 from llmcache.serving.server import Server
+from tests.fixtures import Log, Patch, Pool
 from tests.redis_server import wait_until
-from tests.serving.served import LABELS, Client, Serve, figure, is_computing, model_held, tokenizer
+from tests.serving.served import LABELS, Serve, figure, is_computing, model_held, tokenizer
 
 TEXTS = [f"lost my card w{i}" for i in range(8)]
 
 
-@pytest.fixture
-def client(serve: Serve) -> Client:
-    """A client of the file's server, whose cache is empty."""
-    made = serve("classifier", reveal_hits=True)
-    made.server.cache.clear()
-    return made
-
-
-@pytest.fixture
-def server(client: Client) -> Server:
-    return client.server
+SERVED = {"kind": "classifier", "reveal_hits": True}
 
 
 def ask(client: TestClient, *texts: str, **more: Any) -> Any:
@@ -59,7 +49,7 @@ def test_answers_are_the_models_own_and_only_new_inputs_are_computed(client: Tes
 
 
 def test_a_hit_waits_neither_for_the_model_nor_for_a_long_text(
-    client: TestClient, server: Server, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, server: Server, pool: Pool, monkeypatch: Patch
 ) -> None:
     long, encode = "my card " * 2000, server.tokenizing.encode
     before = figure(server, "request_tokenization_duration_count")
@@ -84,7 +74,7 @@ def test_a_hit_waits_neither_for_the_model_nor_for_a_long_text(
 
 
 def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_batch(
-    client: TestClient, server: Server, pool: ThreadPoolExecutor
+    client: TestClient, server: Server, pool: Pool
 ) -> None:
     before, n_batches = server.cache.stats().n_misses, figure(server, "batch_next_size_count")
     with model_held(server):
@@ -100,27 +90,9 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
     assert figure(server, "batch_next_size_count") == n_batches + 2  # the two others share one batch
 
 
-def test_what_fails_spoils_no_other_and_quotes_nothing(
-    client: TestClient, server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    cash = tokenizer().convert_tokens_to_ids("cash")
-
-    def fails_on_cash(module: Any, args: Any, inputs: dict[str, Any]) -> None:
-        if (inputs["input_ids"] == cash).any():
-            raise RuntimeError("cannot cash")
-
-    handle = server.model.register_forward_pre_hook(fails_on_cash, with_kwargs=True)
-    failed = ask(client, "my card", "my cash")
-    handle.remove()
-    assert failed.status_code == 424 and failed.json()["error"] == "the model failed on this input: `inputs[1]`"
-    assert "the model failed on an input: RuntimeError" in caplog.text and "cash" not in caplog.text
-    assert ask(client, "my card").headers["x-cache"] == "HIT"  # computed and stored beside the other
-    check(server, ["my card", "my cash"], ask(client, "my card", "my cash"))
-
-
 @pytest.mark.parametrize("what", ["served", "looked up", "not finite"])
 def test_what_cannot_be_served_is_computed(
-    what: str, client: TestClient, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    what: str, client: TestClient, server: Server, monkeypatch: Patch, caplog: Log
 ) -> None:
     ask(client, TEXTS[0])
     failing = iter((True,))
@@ -143,7 +115,7 @@ def test_what_cannot_be_served_is_computed(
     assert ("are computed" in caplog.text) == (what != "not finite") and "asked" not in caplog.text
 
 
-def test_a_queue_that_is_too_slow_refuses(serve: Serve, pool: ThreadPoolExecutor) -> None:
+def test_a_queue_that_is_too_slow_refuses(serve: Serve, pool: Pool) -> None:
     client = serve("classifier", max_queue_s=0.05)
     with model_held(client.server):
         first = pool.submit(ask, client, "my card")

@@ -2,15 +2,13 @@
 
 import base64
 import gzip
-import json
 import re
 import signal
 import socket
-import threading
 import tracemalloc
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from llmcache.serving.keys import add_key
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.running import Uvicorn
 from llmcache.serving.settings import ServerSettings
+from tests.fixtures import Log, Patch, Pool
 from tests.redis_server import wait_until
 from tests.serving.served import (
     Client,
@@ -90,13 +89,19 @@ def routes_of(client: Any) -> set[tuple[str, str]]:
 
 
 @of_origins
-def test_every_route_but_liveness_needs_a_key(keyed: Client) -> None:
+def test_every_route_but_liveness_needs_a_key_or_a_name_of_the_machine(
+    client: Client, keyed: Client, of: Headers
+) -> None:
     asked = routes_of(keyed) | {(method, path) for method in METHODS for path in (*UNKNOWN, "/health", "/healthz")}
     assert len(asked) > 60
+    evil = {"Host": "evil.example:8080", "X-Forwarded-Host": "localhost"}
     for method, path in sorted(asked):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic d3Jvbmc="}):
             answer = keyed.request(method, path, headers=headers)
             assert (answer.status_code == 401) != ((method, path) in OPEN), f"{method} {path}: {answer.status_code}"
+            assert client.request(method, path, headers={**evil, **headers}).status_code == 403, f"{method} {path}"
+    told = {"Host": "llm.example", **of["boss"]}
+    assert {keyed.get(path, headers=told).status_code for path in ("/info", "/health", "/healthz")} == {200}
     assert keyed.get("/metrics").headers.get_list("www-authenticate")[1].startswith("Basic")
     assert isinstance(keyed.get("/v1/models").json()["error"], dict)
     assert keyed.get("/info").json()["error_type"] == "Validation"
@@ -128,9 +133,7 @@ def test_a_key_decides_the_namespace_and_public_is_read_by_all(keyed: Client, of
     assert figure(keyed.server, "http_requests_total", route="/predict", status="401") == before + 1
 
 
-def test_a_key_of_the_scope_metrics_sees_figures_and_changes_nothing(
-    keyed: Client, of: Headers, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_of_the_scope_metrics_sees_figures_and_changes_nothing(keyed: Client, of: Headers, caplog: Log) -> None:
     caplog.set_level("INFO", "llmcache")
     for name in ("/", "/metrics", "/admin/stats", "/admin/figures"):
         assert keyed.get(name, headers=of["meter"]).status_code == 200
@@ -146,37 +149,38 @@ def test_a_key_of_the_scope_metrics_sees_figures_and_changes_nothing(
     assert len(seen) == 6 + len(posted) and not any(SECRET in one for one in seen)
 
 
-@pytest.mark.parametrize("origin", ["shop.example", "https://shop.example/", "https://shop.example/a", "", "null"])
-def test_an_origin_that_can_never_match_is_refused(origin: str) -> None:
-    with pytest.raises(ValidationError, match="without a path"):
-        ServerSettings(model="a", cors_allow_origin=(origin,))
+SHOP, EVIL = "https://shop.example", "https://evil.example"
+CROSS = {"Host": "127.0.0.1:8080", "Sec-Fetch-Site": "cross-site"}
+ASKED = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+OURS, OTHER = {"Origin": SHOP}, {"Origin": EVIL}
 
 
-def test_pages_and_names_of_allowed_origins_may_ask_for_inference(serve: Serve) -> None:
-    ours, other = "https://shop.example", "https://evil.example"
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    client = serve("classifier", cors_allow_origin=(ours, "http://llm.example:8080"))
-    for origin, status in ((ours, 200), (other, 400)):
-        before = client.options("/predict", headers={"Origin": origin, **asked})
-        assert before.status_code == status
-        assert ("access-control-allow-origin" in before.headers) == (origin == ours)
-    host = {"Host": "127.0.0.1:8080", "Sec-Fetch-Site": "cross-site"}
-    answer = client.post("/predict", json={"inputs": "my card"}, headers={"Origin": ours, **host})
-    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ours)
-    assert client.post("/predict", json={"inputs": "my"}, headers={"Origin": other, **host}).status_code == 403
-    assert client.post("/admin/clear", headers={"Origin": ours, **host}).status_code == 403
-    for path in ("/", "/metrics", "/admin/stats", "/admin/figures"):  # read by no page of another origin
-        assert "access-control-allow-origin" not in client.get(path, headers={"Origin": ours, **host}).headers
-    for path, is_taken in (("/admin/purge", False), ("/admin/stats", False), ("/", True)):  # `POST /` is inference
-        assert (client.options(path, headers={"Origin": ours, **asked}).status_code == 200) == is_taken
-    for name, path, status in (
-        ("shop.example", "/info", 200),
-        ("llm.example:8080", "/info", 200),
-        ("llm.example", "/info", 403),
-        ("shop.example", "/metrics", 403),
-        ("shop.example", "/admin/stats", 403),
-    ):
-        assert client.get(path, headers={"Host": name}).status_code == status
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "is_told"),
+    [
+        ("OPTIONS", "/predict", OURS | ASKED, 200, True),
+        ("OPTIONS", "/predict", OTHER | ASKED, 400, False),
+        ("OPTIONS", "/", OURS | ASKED, 200, True),  # `POST /` is inference
+        *(("OPTIONS", path, OURS | ASKED, 403, False) for path in ("/admin/purge", "/admin/stats")),
+        ("POST", "/predict", OURS | CROSS, 200, True),
+        ("POST", "/predict", OTHER | CROSS, 403, False),
+        ("POST", "/admin/clear", OURS | CROSS, 403, False),
+        *(("GET", path, OURS | CROSS, 200, False) for path in ("/", "/metrics", "/admin/stats", "/admin/figures")),
+        *(("GET", "/info", {"Host": name}, 200, False) for name in ("shop.example", "llm.example:8080")),
+        ("GET", "/info", {"Host": "llm.example"}, 403, False),
+        *(("GET", path, {"Host": "shop.example"}, 403, False) for path in ("/metrics", "/admin/stats")),
+    ],
+)
+def test_pages_and_names_of_allowed_origins_may_ask_for_inference_alone(
+    serve: Serve, method: str, path: str, headers: dict[str, str], status: int, is_told: bool
+) -> None:
+    client = serve("classifier", cors_allow_origin=(SHOP, "http://llm.example:8080"))
+    answer = client.request(method, path, headers=headers, json={"inputs": "my"} if method == "POST" else None)
+    assert answer.status_code == status
+    assert answer.headers.get("access-control-allow-origin") == (SHOP if is_told else None)
+    for wrong in ("shop.example", f"{SHOP}/", f"{SHOP}/a", "", "null"):  # an origin that can never match
+        with pytest.raises(ValidationError, match="without a path"):
+            ServerSettings(model="a", cors_allow_origin=(wrong,))
 
 
 @of_origins
@@ -201,16 +205,6 @@ def test_pages_of_other_origins_change_nothing(client: Client, headers: dict[str
             assert client.post(path, headers=told).status_code == status
         assert client.post("/predict", json={"inputs": "my"}, headers=told).status_code == status
         assert client.get("/admin/stats", headers=told).status_code == (403 if "Host" in headers else 200)
-
-
-@of_origins
-def test_without_keys_every_route_checks_the_host(client: Client, keyed: Client, of: Headers) -> None:
-    for method, path in sorted(routes_of(client)):
-        for more in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic eDp4"}):
-            told = {"Host": "evil.example:8080", "X-Forwarded-Host": "localhost", **more}
-            assert client.request(method, path, headers=told).status_code == 403, f"{method} {path}"
-    told = {"Host": "llm.example", **of["boss"]}
-    assert {keyed.get(path, headers=told).status_code for path in ("/info", "/health", "/healthz")} == {200}
 
 
 @of_origins
@@ -252,62 +246,49 @@ def test_ids_of_requests(client: Client, given: str) -> None:
 
 
 BODY = b'{"inputs": "lost my card"}'
+ZIPPED = gzip.compress(BODY)
 
 
 @of_bodies
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "encoding", "status", "told"),
     [
-        (BODY, 200, ""),
-        (b'{"inputs": "", "more": 1}', 200, ""),  # special tokens alone are an input
-        (b"{", 422, "not valid JSON"),
-        (b"[]", 422, "body"),
-        (b"", 422, "body"),
-        (b'{"inputs": NaN}', 422, "inputs"),
-        (b'{"inputs": "\\ud800"}', 422, "not valid Unicode"),
-        (b'{"inputs": ' + b"[" * 19_000 + b"]" * 19_000 + b"}", 422, "nested too deeply"),
-        (b'{"inputs": [' + b'["a"],' * 100_000 + b'["a"]]}', 413, "more than 20,000 lists"),
-        (b'{"inputs": "' + b'[\\" ' * 100_000 + b'"}', 422, "at most 32 tokens"),
-        (b'{"inputs": "' + b"a" * 3_000_000 + b'"}', 413, "more than 1,000,000 bytes"),
-        (b'{"input_s": "Mildred"}', 422, "inputs: Field required"),
+        (BODY, "", 200, ""),
+        (b'{"inputs": "", "more": 1}', "", 200, ""),  # special tokens alone are an input
+        (b"{", "", 422, "not valid JSON"),
+        (b"[]", "", 422, "body"),
+        (b"", "", 422, "body"),
+        (b'{"inputs": NaN}', "", 422, "inputs"),
+        (b'{"inputs": "\\ud800"}', "", 422, "not valid Unicode"),
+        (b'{"inputs": ' + b"[" * 19_000 + b"]" * 19_000 + b"}", "", 422, "nested too deeply"),
+        (b'{"inputs": [' + b'["a"],' * 100_000 + b'["a"]]}', "", 413, "more than 20,000 lists"),
+        (b'{"inputs": "' + b'[\\" ' * 100_000 + b'"}', "", 422, "at most 32 tokens"),
+        (b'{"inputs": "' + b"a" * 3_000_000 + b'"}', "", 413, "more than 1,000,000 bytes"),
+        (b'{"input_s": "Mildred"}', "", 422, "inputs: Field required"),
+        *((ZIPPED, one, 200, '"label"') for one in ("gzip", "GZIP", "x-gzip")),
+        (zlib.compress(BODY), "deflate", 200, '"label"'),
+        (BODY, "identity", 200, '"label"'),
+        (b"", "gzip", 422, "body"),
+        (BODY, "gzip", 422, "not gzip"),
+        (ZIPPED[:-4], "gzip", 422, "not whole"),
+        (ZIPPED + b"more", "gzip", 422, "not whole"),
+        (ZIPPED, "deflate", 422, "not deflate"),
+        (gzip.compress(b"a" * 1_000_001), "gzip", 413, "more than 1,000,000 bytes"),
+        (gzip.compress(ZIPPED), "gzip, gzip", 415, "gzip or deflate"),
+        (b"a", "br", 415, "gzip or deflate"),
     ],
     ids=lambda one: f"{one[:16]!r} of {len(one)}" if isinstance(one, bytes) else None,
 )
-def test_bodies_are_answered_alike_whatever_their_content_type_adds(
-    client: Client, body: bytes, status: int, told: str
+def test_bodies_may_be_compressed_and_are_answered_alike_whatever_their_content_type_adds(
+    client: Client, body: bytes, encoding: str, status: int, told: str
 ) -> None:
     plain, charset = (
-        client.post("/predict", content=body, headers={"Content-Type": f"application/json{more}"})
-        for more in ("", "; charset=utf-8")
+        client.post("/predict", content=body, headers={"Content-Type": kind, "Content-Encoding": encoding})
+        for kind in ("application/json", "application/json; charset=utf-8")
     )
     assert (plain.status_code, plain.json()) == (charset.status_code, charset.json())
     assert plain.status_code == status and told in plain.text, plain.text
     assert "aaaa" not in plain.text and "Mildred" not in plain.text and len(plain.text) < 500
-
-
-@of_bodies
-@pytest.mark.parametrize(
-    ("encoding", "body", "status", "told"),
-    [
-        *((one, gzip.compress(BODY), 200, "") for one in ("gzip", "GZIP", "x-gzip")),
-        ("deflate", zlib.compress(BODY), 200, ""),
-        ("identity", BODY, 200, ""),
-        ("gzip", b"", 422, "body"),
-        ("gzip", BODY, 422, "not gzip"),
-        ("gzip", gzip.compress(BODY)[:-4], 422, "not whole"),
-        ("gzip", gzip.compress(BODY) + b"more", 422, "not whole"),
-        ("deflate", gzip.compress(BODY), 422, "not deflate"),
-        ("gzip", gzip.compress(b"a" * 1_000_001), 413, "more than 1,000,000 bytes"),
-        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "gzip or deflate"),
-        ("br", b"a", 415, "gzip or deflate"),
-    ],
-    ids=lambda one: f"{len(one)} bytes" if isinstance(one, bytes) else None,
-)
-def test_bodies_may_be_compressed(client: Client, encoding: str, body: bytes, status: int, told: str) -> None:
-    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-    answer = client.post("/predict", content=body, headers=headers)
-    assert answer.status_code == status and told in answer.text, answer.text
-    assert status != 200 or answer.json() == client.post("/predict", json=json.loads(BODY)).json()
 
 
 def test_a_bomb_is_not_inflated_beyond_the_limit() -> None:
@@ -342,7 +323,7 @@ def test_what_is_no_json_is_told_to_be_sent_as_json(client: Client) -> None:
 
 
 def test_a_failure_is_logged_once_by_its_type_and_told_by_its_id(
-    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    client: Client, monkeypatch: Patch, caplog: Log
 ) -> None:
     def fails(*_: Any) -> Any:
         raise ZeroDivisionError(SECRET)
@@ -356,7 +337,7 @@ def test_a_failure_is_logged_once_by_its_type_and_told_by_its_id(
 
 
 def test_above_the_limits_requests_are_refused_and_liveness_and_operators_are_not(
-    keyed: Client, of: Headers, pool: ThreadPoolExecutor
+    keyed: Client, of: Headers, pool: Pool
 ) -> None:
     server = keyed.server
 
@@ -383,7 +364,8 @@ def post(body: bytes, length: int | None = None) -> bytes:
 
 
 @of_bodies
-def test_over_a_socket(models: Path, client: Client, dial: Dial, pool: ThreadPoolExecutor) -> None:
+def test_over_a_socket(models: Path, client: Client, dial: Dial, pool: Pool, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("llmcache.serving.front._LINGER_S", 0.1)
     answer = client.post("/predict", content=iter([b"a" * 1_000_001]))  # no length: the server must read it
     assert answer.status_code == 413 and "connection" not in answer.headers  # nothing more comes
     server = make_server(models / "classifier", **LIMITS)
@@ -417,15 +399,16 @@ def test_over_a_socket(models: Path, client: Client, dial: Dial, pool: ThreadPoo
 
 @of_bodies
 def test_bodies_of_strangers_and_of_others_take_nothing_of_a_tenants_budget(
-    models: Path, key_file: Path, of: Headers, monkeypatch: pytest.MonkeyPatch, dial: Dial
+    models: Path, key_file: Path, of: Headers, monkeypatch: Patch, dial: Dial
 ) -> None:
     monkeypatch.setattr("llmcache.serving.front.N_BODIES", 1)
-    with listening(make_server(models / "classifier", keys=key_file, payload_limit=1000)) as (_, url):
+    server = make_server(models / "classifier", keys=key_file, payload_limit=1000)
+    with listening(server) as (_, url), ExitStack() as ends:  # a server that stops waits for what is half sent
 
         def send_half(method: str, route: str, headers: dict[str, str]) -> socket.socket:
             told = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             head = f"{method} {route} HTTP/1.1\r\nHost: a\r\n{told}Content-Length: 999\r\n\r\n"
-            return dial(port_of(url), head.encode() + b"a" * 900)
+            return ends.enter_context(dial(port_of(url), head.encode() + b"a" * 900))
 
         for method in ("GET", "HEAD"):
             assert b" 200 OK" in send_half(method, "/health", {}).recv(65_536)  # before the body's end
@@ -438,50 +421,36 @@ def test_bodies_of_strangers_and_of_others_take_nothing_of_a_tenants_budget(
 ROUTES = {"classifier": "/predict", "decoder": "/v1/completions"}
 
 
-def infer(url: str, text: str, **more: Any) -> Any:
-    body = {"inputs": text, "prompt": text, "max_tokens": 4, "temperature": 0, **more}
+def infer(url: str, text: str) -> Any:
+    body = {"inputs": text, "prompt": text, "max_tokens": 4, "temperature": 0}
     return httpx2.post(url, json=body, timeout=20)
 
 
-@pytest.mark.parametrize("kind", ["classifier", "decoder"])
-def test_a_server_that_is_told_to_stop_finishes_what_runs_and_refuses_the_rest(
-    kind: str, models: Path, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("outlasts", [False, True])
+@pytest.mark.parametrize("kind", ROUTES)
+def test_a_server_that_is_told_to_stop_finishes_what_runs_within_the_grace_and_refuses_the_rest(
+    kind: str, outlasts: bool, models: Path, pool: Pool, caplog: Log
 ) -> None:
-    server = make_server(models / kind, max_streams=1)
-    with listening(server) as (uvicorn, url):
-        url += ROUTES[kind]
-        infer(url, "the")
-        with model_held(server):
-            first = pool.submit(infer, url, "my card")
-            wait_until(lambda: figure(server, "concurrent_requests") == 1)
-            second = pool.submit(infer, url, "the card")
-            wait_until(lambda: figure(server, "concurrent_requests") == 2)
-            wait_until(lambda: server.n_waiting == 1 or kind == "classifier")
-            uvicorn.handle_exit(signal.SIGTERM, None)
-            if kind == "decoder":  # a waiting generation may be long
-                assert (second.result().status_code, second.result().headers["retry-after"]) == (503, "1")
-        assert first.result().status_code == 200
-        assert kind == "decoder" or second.result().status_code == 200
-    assert server.phase == "stopped"
-    assert not [one for one in caplog.records if one.levelname == "ERROR"]
-
-
-@pytest.mark.parametrize("kind", ["classifier", "decoder"])
-def test_what_outlasts_the_grace_is_told_so(kind: str, models: Path, pool: ThreadPoolExecutor) -> None:
-    server, release = make_server(models / kind, grace_s=0.1), threading.Event()
-    with listening(server) as (uvicorn, url):
-        server.thread.submit(lambda: release.wait(20))
-        asked = pool.submit(infer, url + ROUTES[kind], "my card", max_tokens=200, ignore_eos=True)
+    server = make_server(models / kind, max_streams=1, warmup_tokens=0, **({"grace_s": 0.1} if outlasts else {}))
+    with listening(server) as (uvicorn, url), ExitStack() as holding:
+        holding.enter_context(model_held(server))
+        first = pool.submit(infer, url + ROUTES[kind], "my card")
         wait_until(lambda: figure(server, "concurrent_requests") == 1)
+        second = pool.submit(infer, url + ROUTES[kind], "the card")
+        wait_until(lambda: figure(server, "concurrent_requests") == 2)
+        wait_until(lambda: server.n_waiting == 1 or kind == "classifier")
         uvicorn.handle_exit(signal.SIGTERM, None)
-        answer = asked.result()
-        release.set()
-    assert answer.status_code == 503 and "stopping" in answer.text
+        for asked, is_refused in ((second, outlasts or kind == "decoder"), (first, outlasts)):
+            if not is_refused:  # a waiting generation may be long
+                holding.close()
+            answer = asked.result()
+            assert answer.status_code == (503 if is_refused else 200)
+            assert not is_refused or ("stopping" in answer.text and answer.headers["retry-after"] == "1")
+        holding.close()
+    assert server.phase == "stopped" and not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
-def test_without_keys_an_address_that_others_reach_is_warned_of(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_keys_an_address_that_others_reach_is_warned_of(client: Client, caplog: Log) -> None:
     for host, is_told in (("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)):
         caplog.clear()
         Uvicorn(client.server, host, 0)

@@ -1,8 +1,8 @@
 """Fuzzed requests: the server answers each in the route's dialect, and keeps serving.
 
 schemathesis generates requests from two documents: the server's own, and that of text-embeddings-inference (TEI),
-which is not in the repository: `make test-hostile OPENAPI=FILE`. It is slow; 3,000 more are valid requests with
-something wrong.
+which is not in the repository: `make test-hostile OPENAPI=FILE`. It is slow; others are valid requests with something
+wrong.
 """
 
 import gzip
@@ -18,9 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from llmcache.serving.refusals import dialect_of
+from tests.fixtures import Log
 from tests.serving.served import ask, listening, make_server, unharmed
 
-#: Routes by kind of model; all models serve the other routes.
+#: Routes by kind of model; `/` is that of the model, and all models serve the other routes.
 SERVED = {
     "embedding": ("/embed", "/embed_all", "/similarity", "/v1/embeddings"),
     "classifier": ("/predict", "/v1/classify"),
@@ -45,11 +46,13 @@ def url(kind: str, models: Path) -> Iterator[str]:
 
 
 def operations(schema: Any, kind: str) -> Iterator[Any]:
-    """Yield a document's operations that a model of this kind serves."""
-    others = [path for other, paths in SERVED.items() if other != kind for path in paths]
+    """Yield a document's operations for a model of this kind; of a classifier, also those of all kinds."""
+    own = {"/", *SERVED[kind]}
+    others = {ABSENT, *(path for paths in SERVED.values() for path in paths)} - own
     for found in schema.get_all_operations():
         operation = found.ok()
-        if operation.path not in (*others, ABSENT) and not operation.path.startswith("/admin"):  # would drain the cache
+        is_asked = operation.path not in others and not operation.path.startswith("/admin")  # would drain the cache
+        if operation.path in own or (is_asked and kind == "classifier"):
             yield operation
 
 
@@ -74,7 +77,7 @@ def test_what_our_document_allows_and_what_it_does_not(kind: str, url: str, n_re
             assert isinstance(answer.json()["error"], str if dialect_of(case.path) == "tei" else dict)
 
     asked = list(operations(openapi.from_url(f"{url}/openapi.json"), kind))
-    assert {operation.path for operation in asked} > set(SERVED[kind])
+    assert {operation.path for operation in asked} > set(SERVED[kind]) and (len(asked) > 9 or kind != "classifier")
     for operation in asked:
         fuzz(operation, n_requests, check)
         if operation.body:
@@ -197,15 +200,15 @@ def made_up(rng: random.Random, kind: str) -> tuple[str, str, bytes, dict[str, s
 
 @pytest.mark.hostile("valid requests with something wrong")
 @pytest.mark.parametrize("kind", VALID)
-def test_requests_with_something_wrong(kind: str, models: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """3,000 in all: the server neither fails nor is harmed."""
-    rng, statuses = random.Random(kind), Counter[int]()
+def test_requests_with_something_wrong(kind: str, models: Path, n_requests: int, caplog: Log) -> None:
+    """1,000 in all, and 3,000 of `make test-hostile`: the server neither fails nor is harmed."""
+    rng, statuses, n = random.Random(kind), Counter[int](), 250 if n_requests < 100 else 750
     with unharmed(models / kind, *VALID[kind][0], caplog) as place:
-        for _ in range(3_000 // len(VALID)):
+        for _ in range(n):
             method, path, content, headers = request = made_up(rng, kind)
             status, text = ask(place, method, path, content, **headers)
             assert status < 500 and b"the server failed" not in text, (request, status, text[:200])
             if status >= 400 and method != "HEAD":
                 assert isinstance(json.loads(text)["error"], str | dict), (request, text)
             statuses[status] += 1
-    assert len(statuses) > 4 and 50 < statuses[200] < 600, statuses
+    assert len(statuses) > 4 and n / 15 < statuses[200] < 0.8 * n, statuses

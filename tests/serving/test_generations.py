@@ -6,7 +6,6 @@ Generations take turns. Equal requests in flight are computed once; requests of 
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ from starlette.testclient import TestClient
 from llmcache.generation import Generation, Sampling, generate
 from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
+from tests.fixtures import Log, Pool
 from tests.redis_server import wait_until
 from tests.serving.served import (
     CONTEXT,
     Client,
     Serve,
     byte_tokenizer,
-    client_of,
     decoder,
     figure,
     listening,
@@ -40,25 +39,30 @@ DRAWN = {**SAMPLED, "seed": -3, "max_tokens": 12}
 LONG = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 BLOCKS = {"prefix": {"block": 8}}
 ROUTES = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messages": CHAT}}
+SERVED = {"kind": "decoder", "cache": BLOCKS, "reveal_hits": True}
+#: Fields that change nothing, known or not.
+IGNORED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"best_of": 1, "echo": False, "suffix": None},
+    "/v1/chat/completions": {
+        "user": "me",
+        "store": True,
+        "metadata": {"a": 1},
+        "tools": [],
+        "tool_choice": "auto",
+        "min_p": 0,
+        "response_format": {"type": "text"},
+        "cache_salt": "x",
+        "namespace": "other",
+        "documents": [],
+        "add_generation_prompt": True,
+    },
+}
 
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
     """The model without a cache."""
     return decoder()
-
-
-@pytest.fixture
-def client(serve: Serve) -> Client:
-    """A client of the file's server, whose cache is empty."""
-    made = serve("decoder", BLOCKS, reveal_hits=True)
-    made.server.cache.clear()
-    return made
-
-
-@pytest.fixture
-def server(client: Client) -> Server:
-    return client.server
 
 
 def ids_of(prompt: Any) -> list[int]:
@@ -134,7 +138,7 @@ def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
         assert len({(one["id"], one["created"], one["model"], one["object"]) for one in chunks}) == 1
         shapes.append([one["choices"] for one in chunks])
     assert shapes[0] == shapes[1]
-    told = ask(client, route)
+    told = ask(client, route, **IGNORED[route])
     (choice,) = told["choices"]
     assert (said(choice), choice["finish_reason"]) == (text_of(expected.tokens), expected.stopped_by)
     assert told["usage"] == usage["usage"] and told["created"] > 1e9
@@ -241,7 +245,7 @@ def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
         "{% for c in m.get('tool_calls', []) %}<{{ c['function']['name'] }}"
         "{% for k, v in c['function']['arguments'] | items %} {{ k }}={{ v }}{% endfor %}>{% endfor %}{% endfor %}"
     )
-    with client_of(server) as client:
+    with Client(server) as client:
 
         def n_prompt(*messages: dict[str, Any]) -> int:
             return int(ask(client, "/v1/chat/completions", messages=messages)["usage"]["prompt_tokens"])
@@ -251,16 +255,7 @@ def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
         assert n_prompt(*asked, {"role": "tool", "tool_call_id": "a", "content": "my card"}) > with_call
 
 
-def test_fields_that_are_not_known_are_accepted(client: TestClient) -> None:
-    more = {"user": "me", "store": True, "metadata": {"a": 1}, "tools": [], "tool_choice": "auto", "min_p": 0}
-    more |= {"response_format": {"type": "text"}, "cache_salt": "x", "namespace": "other", "documents": []}
-    assert ask(client, "/v1/chat/completions", **more, add_generation_prompt=True)["choices"]
-    assert ask(client, best_of=1, echo=False, suffix=None)["choices"]
-
-
-def test_what_fails_is_told_in_the_stream_once_it_has_begun(
-    client: TestClient, server: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_is_told_in_the_stream_once_it_has_begun(client: TestClient, server: Server, caplog: Log) -> None:
     calls, before = 0, figure(server, "model_failures_total")
 
     def fails(*_: Any) -> None:
@@ -286,9 +281,7 @@ def test_what_fails_is_told_in_the_stream_once_it_has_begun(
     assert figure(server, "model_failures_total") == before + 2
 
 
-def test_equal_requests_in_flight_are_computed_once(
-    client: TestClient, server: Server, plain: Any, pool: ThreadPoolExecutor
-) -> None:
+def test_equal_requests_in_flight_are_computed_once(client: TestClient, server: Server, plain: Any, pool: Pool) -> None:
     before, n_before = figure(server, "generation_tokens_total"), figure(server, "requests_total", rung="in_flight")
     with model_held(server):
         asked = [pool.submit(complete, client, ignore_eos=True) for _ in range(4)]
@@ -301,7 +294,7 @@ def test_equal_requests_in_flight_are_computed_once(
 
 
 @pytest.mark.parametrize("chunk", [0, 7])
-def test_many_at_once_with_prompts_in_chunks(chunk: int, serve: Serve, plain: Any, pool: ThreadPoolExecutor) -> None:
+def test_many_at_once_with_prompts_in_chunks(chunk: int, serve: Serve, plain: Any, pool: Pool) -> None:
     long = [20 + i % 200 for i in range(150)]
     prompts = [[30 + i, *long[: 30 * i + 5]] for i in range(5)] + [long, long, [*long, 50, 51, 52]]
     client = serve("decoder", BLOCKS, max_streams=3, prefill_chunk=chunk)
@@ -313,9 +306,7 @@ def test_many_at_once_with_prompts_in_chunks(chunk: int, serve: Serve, plain: An
     assert figure(client.server, "num_requests_running") == 0 and client.server.n_waiting == 0
 
 
-def test_a_short_request_is_not_held_up_by_a_long_one(
-    client: TestClient, server: Server, pool: ThreadPoolExecutor
-) -> None:
+def test_a_short_request_is_not_held_up_by_a_long_one(client: TestClient, server: Server, pool: Pool) -> None:
     before = figure(server, "generation_tokens_total")
     long = pool.submit(complete, client, **LONG)
     wait_until(lambda: figure(server, "generation_tokens_total") > before)
@@ -324,9 +315,7 @@ def test_a_short_request_is_not_held_up_by_a_long_one(
     long.result()
 
 
-def test_who_waits_too_long_is_refused_and_who_has_gone_takes_no_place(
-    models: Path, plain: Any, pool: ThreadPoolExecutor
-) -> None:
+def test_who_waits_too_long_is_refused_and_who_has_gone_takes_no_place(models: Path, plain: Any, pool: Pool) -> None:
     server = make_server(models / "decoder", max_streams=1, max_queue_s=0.2)
     with listening(server) as (_, url), httpx2.Client(base_url=url, timeout=20) as client:
         with model_held(server):
@@ -357,7 +346,7 @@ def test_a_public_prefix_serves_all_and_nothing_else_does(models: Path, tmp_path
     longer, mine = [*known, *range(50, 58)], [*known, 60]
     server = make_server(models / "decoder", BLOCKS, reveal_hits=True, keys=path)
     found = []
-    with client_of(server) as client:
+    with Client(server) as client:
         asked = (("public", known), ("a", longer), ("b", longer), ("b", longer), ("public", mine), ("a", mine))
         for name, prompt in asked:
             client.headers["Authorization"] = of[name]
@@ -371,9 +360,7 @@ def test_a_public_prefix_serves_all_and_nothing_else_does(models: Path, tmp_path
 
 
 @pytest.mark.parametrize("route", ["forget", "purge"])
-def test_a_generation_under_way_does_not_bring_its_prompt_back(
-    serve: Serve, route: str, pool: ThreadPoolExecutor
-) -> None:
+def test_a_generation_under_way_does_not_bring_its_prompt_back(serve: Serve, route: str, pool: Pool) -> None:
     client = serve("decoder", BLOCKS, reveal_hits=True, prefill_chunk=16, max_streams=1)
     prompt = text_of(range(20, 84))
     body = {"purge": {"namespace": "default"}, "forget": {"prompt": prompt}}[route]

@@ -9,7 +9,6 @@ import re
 import stat
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,8 +21,9 @@ from llmcache.serving.keys import KeyEntry, Keys, add_key, read_keys, remove_key
 from llmcache.serving.refusals import Refusal
 from llmcache.support.yaml_file import parse_yaml
 from tests.commands import run_main
+from tests.fixtures import Log, Patch, Pool, Shown
 from tests.redis_server import wait_until
-from tests.serving.served import client_of, figure, make_server, model_held
+from tests.serving.served import Client, figure, make_server, model_held
 
 HASH = hashlib.sha256(b"key").hexdigest()
 ENTRY = {"name": "search", "hash": HASH, "namespace": "team-a", "scopes": ["infer"]}
@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.yaml"
 
 
-def test_what_is_added_is_read_and_removed_by_commands(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_added_is_read_and_removed_by_commands(path: Path, capsys: Shown) -> None:
     def told(command: str, file: Path, *options: str) -> str:
         assert run_main("keys", command, file, *options) == 0
         return capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_told_and_no_key_is_quoted(path: Path, content: Any, to
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX's")
-def test_files_of_others(path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_others(path: Path, caplog: Log, monkeypatch: Patch) -> None:
     for mode in (0o620, 0o602):
         write(path, [ENTRY], mode)
         with pytest.raises(ConfigError, match="chmod 600"):
@@ -127,9 +127,7 @@ def test_files_of_others(path: Path, caplog: pytest.LogCaptureFixture, monkeypat
         read_keys(path)
 
 
-def test_a_write_that_fails_leaves_the_file_whole(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_write_that_fails_leaves_the_file_whole(path: Path, monkeypatch: Patch, capsys: Shown) -> None:
     add_key(path, "search", "a", ["infer"])
     before = path.read_bytes()
 
@@ -144,12 +142,12 @@ def test_a_write_that_fails_leaves_the_file_whole(
     assert {one.name for one in path.parent.iterdir()} <= {path.name, f".{path.name}.lock"}
 
 
-def test_adding_at_the_same_time_loses_no_key(path: Path, pool: ThreadPoolExecutor) -> None:
+def test_adding_at_the_same_time_loses_no_key(path: Path, pool: Pool) -> None:
     list(pool.map(lambda number: add_key(path, f"n{number}", "a", ["infer"]), range(8)))
     assert sorted(entry.name for entry in read_keys(path)) == [f"n{number}" for number in range(8)]
 
 
-def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.01)
     first = add_key(path, "first", "a", ["infer"]).encode()
     keys, threads = Keys(path, Mock()), set()
@@ -186,9 +184,7 @@ SPOILS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_a_file_that_became_broken_keeps_the_last_keys(
-    path: Path, spoil: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_became_broken_keeps_the_last_keys(path: Path, spoil: str, caplog: Log, monkeypatch: Patch) -> None:
     key = add_key(path, "search", "a", ["infer"]).encode()
     count_failure = Mock()
     keys, good = Keys(path, count_failure), path.read_text()
@@ -209,13 +205,13 @@ def test_a_file_that_became_broken_keeps_the_last_keys(
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_removed_keys_generation_ends_at_its_next_token(
-    is_stream: bool, path: Path, models: Path, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+    is_stream: bool, path: Path, models: Path, monkeypatch: Patch, pool: Pool
 ) -> None:
     monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.01)
     told = {"Authorization": f"Bearer {add_key(path, 'shop', 'a', ['infer'])}"}
     body = {"prompt": "where", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": is_stream}
     server = make_server(models / "decoder", keys=path)
-    with client_of(server) as client:
+    with Client(server) as client:
         asked = pool.submit(client.post, "/v1/completions", json=body, headers=told)
         wait_until(lambda: figure(server, "generation_tokens_total") > 0)
         with model_held(server):
@@ -227,7 +223,7 @@ def test_a_removed_keys_generation_ends_at_its_next_token(
         assert figure(server, "generation_tokens_total") < 200
 
 
-def test_every_key_is_compared_in_constant_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_compared_in_constant_time(path: Path, monkeypatch: Patch) -> None:
     given = [add_key(path, f"n{number}", "a", ["infer"]).encode() for number in range(3)]
     keys, compared, compare = Keys(path, Mock()), [], hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or compare(*both))

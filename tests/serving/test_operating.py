@@ -6,7 +6,6 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Health, Stats
 from tests.contract.streams import calibrated
+from tests.fixtures import Log, Patch, Pool
 from tests.redis_server import wait_until
-from tests.serving.served import Client, Serve, client_of, is_computing, listening, make_server, model_held
+from tests.serving.served import Client, Serve, is_computing, listening, make_server, model_held
 from tests.serving_browser import SIZES, open_browser
 from tests.stores.shared import Shared
 
@@ -42,17 +42,7 @@ FAMILIES = {
 NAMESPACE = {"namespace": "default"}
 
 
-@pytest.fixture
-def client(serve: Serve) -> Client:
-    """A client of the file's server, whose cache is empty."""
-    made = serve("classifier")
-    made.server.cache.clear()
-    return made
-
-
-@pytest.fixture
-def server(client: Client) -> Server:
-    return client.server
+SERVED = {"kind": "classifier"}
 
 
 def ask(client: Any, text: str = "my card") -> Any:
@@ -105,7 +95,7 @@ def test_figures_for_prometheus(serve: Serve) -> None:
 
 
 def test_a_namespace_is_purged_a_request_forgotten_and_the_rest_cleared(
-    server: Server, client: Client, caplog: pytest.LogCaptureFixture
+    server: Server, client: Client, caplog: Log
 ) -> None:
     caplog.set_level("INFO", "llmcache")
     for text in ("my card", "my cash"):
@@ -126,42 +116,45 @@ class Held(Shared):
     n_calls = 0
     is_reached, may_end = threading.Event(), threading.Event()
 
-    def hold(self) -> None:
-        type(self).n_calls += 1
-        self.is_reached.set()
-        assert self.may_end.wait(20)
+    @classmethod
+    def hold(cls) -> int:
+        cls.n_calls += 1
+        cls.is_reached.set()
+        assert cls.may_end.wait(20)
+        return 2
 
     def forget(self, keys: Sequence[StoreKey]) -> None:
         super().forget(keys)
         self.hold()
 
     def purge(self, namespace: str | None) -> int:
-        n_removed = super().purge(namespace)
-        if namespace == "default":
-            self.hold()
-        return n_removed
+        return super().purge(namespace) + (self.hold() if namespace == "default" else 0)
 
 
-@pytest.mark.parametrize("route", ["forget", "purge"])
-def test_the_model_answers_while_a_store_forgets(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, route: str, pool: ThreadPoolExecutor
+BODIES = {"forget": {"inputs": [["my card"], ["my cash"], ["where is the card"]]}, "purge": NAMESPACE, "audit": None}
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_the_model_answers_while_a_store_forgets_or_audits_run(
+    serve: Serve, monkeypatch: Patch, route: str, pool: Pool
 ) -> None:
     monkeypatch.setitem(STORES, "held", Held)
-    body = {"forget": {"inputs": [["my card"], ["my cash"], ["where is the card"]]}, "purge": NAMESPACE}[route]
     client = serve("classifier", {"store": {"name": "held", "place": route}})
     Held.n_calls, Held.is_reached, Held.may_end = 0, threading.Event(), threading.Event()
     ask(client, "my card"), ask(client, "my cash")
-    dropping = pool.submit(client.post, f"/admin/{route}", json=body)
-    assert Held.is_reached.wait(20)
-    ask(client, "the rate")  # computed meanwhile
-    assert not dropping.done()
-    Held.may_end.set()
-    assert [*done(dropping.result()).values()] == [2] and Held.n_calls == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(client.server.cache, "drain", Held.hold)  # runs the audits
+        waiting = pool.submit(client.post, f"/admin/{route}", json=BODIES[route])
+        assert Held.is_reached.wait(20)
+        ask(client, "the rate")  # computed meanwhile
+        assert not waiting.done()
+        Held.may_end.set()
+        assert [*done(waiting.result()).values()] == [2] and Held.n_calls == 1
 
 
 @pytest.mark.parametrize(("route", "body"), [("forget", {"inputs": [["my cash"]]}), ("purge", NAMESPACE)])
 def test_an_input_that_is_computed_or_waits_meanwhile_is_answered_and_not_stored(
-    server: Server, client: Client, route: str, body: Any, pool: ThreadPoolExecutor
+    server: Server, client: Client, route: str, body: Any, pool: Pool
 ) -> None:
     before = server.encoder._forgot_at  # type: ignore[union-attr]
     with model_held(server):
@@ -176,7 +169,7 @@ def test_an_input_that_is_computed_or_waits_meanwhile_is_answered_and_not_stored
 
 
 def test_the_cache_is_disabled_and_enabled_and_told_in_plain_values(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: Client, monkeypatch: Patch
 ) -> None:
     ask(client)
     assert done(client.post("/admin/disable")) == {"enabled": False}
@@ -192,27 +185,9 @@ def test_the_cache_is_disabled_and_enabled_and_told_in_plain_values(
     assert told == {"enabled": True, "phase": "ready", "under_way": 0, "nan": None, "inf": [None, 1.5], "n": {"3": 4}}
 
 
-def test_others_are_answered_while_an_operator_waits(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
-) -> None:
-    is_under_way, may_end = threading.Event(), threading.Event()
-
-    def drain() -> int:
-        is_under_way.set()
-        assert may_end.wait(30)
-        return 7
-
-    monkeypatch.setattr(server.cache, "drain", drain)
-    operator = pool.submit(client.post, "/admin/audit")
-    assert is_under_way.wait(30)
-    ask(client)
-    may_end.set()
-    assert done(operator.result()) == {"audited": 7}
-
-
-def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(models: Path, pool: ThreadPoolExecutor) -> None:
+def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(models: Path, pool: Pool) -> None:
     server = make_server(models / "classifier")
-    with client_of(server) as client:
+    with Client(server) as client:
         with model_held(server):
             under_way = pool.submit(ask, client)
             wait_until(lambda: is_computing(server))
@@ -282,7 +257,7 @@ DRIFTED = AuditStats("drifted", 900, 40, 40, n_changed=1, rate=0.002, lower=0.00
     ids=["certified", "drifted"],
 )
 def test_the_page_and_the_stats_show_the_bound_and_then_what_the_audit_found(
-    server: Server, client: Client, audit: AuditStats, bound: str, found: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: Client, audit: AuditStats, bound: str, found: str, monkeypatch: Patch
 ) -> None:
     health = Health(True, 0.25, 0.0, {"search: OSError": 3})
     hits = {"semantic": 400, "<mine>": 100}
@@ -344,7 +319,7 @@ def test_history_is_bounded_and_tells_shares_of_each_interval() -> None:
     assert set(map(str, intervals)) == {str(Interval(30.0, 60, {"exact": 0.4, "semantic": 0.2}))}
 
 
-def test_a_sample_that_fails_ends_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sample_that_fails_ends_nothing_and_is_told_once(caplog: Log) -> None:
     n_read, history = iter(range(1000)), History()
 
     def read() -> Stats:

@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 from experiments.measures.over_http.client import Client, post
 from experiments.measures.over_http.replicas import Replicas, running_replicas
 from llmcache.errors import ConfigError
+from tests.fixtures import Patch
 
 FILE = Path(__file__).parents[2] / "deploy" / "ray.yaml"
 KEY = "llmcache_a-key-that-nobody-may-read"
@@ -33,7 +34,7 @@ def ray() -> Any:
     return importlib.import_module("llmcache.serving.ray")
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_it_says_what_to_install(monkeypatch: Patch) -> None:
     for name in [name for name in sys.modules if name.startswith("llmcache.serving.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -74,7 +75,7 @@ def _request(*headers: tuple[bytes, bytes]) -> tuple[bytes]:
 
 
 def test_requests_of_one_key_have_one_routing_key_which_is_not_the_key_and_comes_after_the_session(
-    ray: Any, monkeypatch: pytest.MonkeyPatch
+    ray: Any, monkeypatch: Patch
 ) -> None:
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 

@@ -18,14 +18,15 @@ from llmcache.serving.server import Server
 from llmcache.support.folder import MANIFEST
 from tests.commands import run_main
 from tests.contract.servers import Commands
-from tests.serving.served import client_of, make_server, write
+from tests.fixtures import Log, Patch, Shown
+from tests.serving.served import Client, make_server, write
 
 BODY = {"inputs": "my card"}
 
 
 def cached(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -> str:
     """Start a server, ask one text, stop the server; return `HIT` or `MISS`."""
-    with client_of(make_server(folder, cache, reveal_hits=True, **settings)) as client:
+    with Client(make_server(folder, cache, reveal_hits=True, **settings)) as client:
         return str(client.post("/predict", json=BODY).raise_for_status().headers["x-cache"])
 
 
@@ -59,9 +60,7 @@ def save(known: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "no manifest"])
-def test_a_save_that_cannot_be_read_is_told_and_replaced(
-    damage: str, models: Path, save: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_cannot_be_read_is_told_and_replaced(damage: str, models: Path, save: Path, caplog: Log) -> None:
     (tensors,) = save.glob("*.safetensors")
     {"cut": cut, "gone": os.unlink, "no manifest": lambda _: (save / MANIFEST).unlink()}[damage](tensors)
     assert cached(models / "classifier", save=save) == "MISS"
@@ -71,7 +70,7 @@ def test_a_save_that_cannot_be_read_is_told_and_replaced(
 
 @pytest.mark.parametrize("unfit", ["model", "cut manifest", "foreign manifest"])
 def test_a_save_that_does_not_fit_is_not_used_and_stays(
-    unfit: str, models: Path, save: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    unfit: str, models: Path, save: Path, tmp_path: Path, caplog: Log
 ) -> None:
     model = models / "classifier"
     if unfit == "model":
@@ -83,7 +82,7 @@ def test_a_save_that_does_not_fit_is_not_used_and_stays(
         (save / MANIFEST).mkdir()
     before = contents(save)
     server = make_server(model, save=save, save_every_s=0.001)
-    with client_of(server) as client:
+    with Client(server) as client:
         answer = client.post("/admin/save")
         assert answer.status_code == 422 and "stays" in answer.json()["error"]
         page = client.get("/").text
@@ -99,9 +98,7 @@ def test_settings_that_differ_from_those_of_the_save(models: Path, save: Path) -
     assert cached(folder, save=save) == "HIT"  # with the settings of the save
 
 
-def test_saves_that_fail(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saves_that_fail(models: Path, tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="nothing can be saved there: Not a directory"):
         make_server(models / "classifier", save=tmp_path / "file" / "save")
@@ -113,7 +110,7 @@ def test_saves_that_fail(
 
     n_saves = 0
     monkeypatch.setattr(server.cache, "save", fails)
-    with client_of(server) as client:
+    with Client(server) as client:
         while caplog.text.count("could not be saved: RuntimeError") < 2:
             time.sleep(0.01)
         assert server.saves.has_failed and "The latest save failed" in client.get("/").text
@@ -124,7 +121,7 @@ def test_saves_that_fail(
         monkeypatch.setattr(server.cache, "save", save)
         assert client.post("/admin/save").json() == {"saved": True}
     assert not server.saves.has_failed and "asked" not in caplog.text and "Traceback" not in caplog.text
-    with client_of(make_server(models / "classifier")) as client:
+    with Client(make_server(models / "classifier")) as client:
         answer = client.post("/admin/save")
     assert answer.status_code == 422 and "--save" in answer.json()["error"]
 
@@ -160,7 +157,7 @@ def test_a_process_that_is_stopped_saves_and_the_next_one_serves_what_was_saved(
 
 
 @pytest.fixture
-def served_by(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., Server]:
+def served_by(monkeypatch: Patch, caplog: Log) -> Callable[..., Server]:
     """Returns the server that a command makes, not started."""
     caplog.set_level(logging.INFO, "llmcache")  # the command sets this level; caplog restores it
     made: list[Server] = []
@@ -175,7 +172,7 @@ def served_by(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
 
 
 def test_an_engine_and_a_draft_are_options_with_a_save_and_without(
-    models: Path, save: Path, served_by: Callable[..., Server], caplog: Any, capsys: pytest.CaptureFixture[str]
+    models: Path, save: Path, served_by: Callable[..., Server], caplog: Any, capsys: Shown
 ) -> None:
     model, settings = ("--model", models / "classifier"), save.parent / "settings.yaml"
     config = served_by(*model, "--save", save, "--engine", "eager").cache.config
@@ -201,8 +198,8 @@ def test_an_engine_and_a_draft_are_options_with_a_save_and_without(
 )
 def test_what_cannot_be_used_is_said_in_a_line(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    capsys: Shown,
+    caplog: Log,
     more: tuple[str, ...],
     told: str,
 ) -> None:

@@ -13,8 +13,9 @@ import transformers as tf
 from llmcache.errors import ConfigError
 from llmcache.serving.loading import load_served
 from llmcache.serving.tokenizing import Prompted, Tokenizing, Tokens
+from tests.fixtures import Log
 from tests.generation.test_detokenizer import spaced_tokenizer
-from tests.serving.served import byte_tokenizer, client_of, make_server, tokenizer
+from tests.serving.served import Client, byte_tokenizer, make_server, tokenizer
 from tests.tiny_models import build, llama
 
 pytest.importorskip("sentence_transformers")
@@ -46,7 +47,7 @@ def _edit(path: Path, **values: Any) -> None:
 def _check(folder: Path, *, is_normal: bool = True) -> None:
     """Ask a server twice with each prompt, and compare with `encode`."""
     plain, server = SentenceTransformer(str(folder)), make_server(folder)
-    with client_of(server) as client:
+    with Client(server) as client:
         for name in (None, *PROMPTS):
             body = {"inputs": TEXTS, "normalize": is_normal, "truncate": True, "prompt_name": name}
             expected = plain.encode(TEXTS, prompt_name=name, normalize_embeddings=is_normal)
@@ -114,7 +115,7 @@ def test_a_dense_of_labels_without_their_names_is_told(
     is_normalised: bool,
     n_labels: int,
     is_told: bool,
-    caplog: pytest.LogCaptureFixture,
+    caplog: Log,
 ) -> None:
     folder = _made(models, tmp_path, [Pooling(32), Dense(32, width), *([Normalize()] if is_normalised else [])])
     _edit(folder / "config.json", id2label={str(one): f"label {one}" for one in range(n_labels)})

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from llmcache.errors import ConfigError
 from llmcache.serving.telemetry import instrument
+from tests.fixtures import Patch
 
 ENDPOINT = "http://localhost:4318/v1/traces"
 MODULES = (
@@ -19,7 +20,7 @@ MODULES = (
 )
 
 
-def test_requests_are_instrumented_with_an_exporter_to_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_instrumented_with_an_exporter_to_the_endpoint(monkeypatch: Patch) -> None:
     exporter, instrumentation, resources, _, _ = stubs = [MagicMock() for _ in MODULES]
     for name, stub in zip(MODULES, stubs, strict=True):
         monkeypatch.setitem(sys.modules, name, stub)
@@ -31,7 +32,7 @@ def test_requests_are_instrumented_with_an_exporter_to_the_endpoint(monkeypatch:
     assert made.args == (app,) and made.kwargs["excluded_urls"] == "health,healthz,metrics"
 
 
-def test_without_the_extra_or_an_http_address_it_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_or_an_http_address_it_says_what_to_give(monkeypatch: Patch) -> None:
     for endpoint in ("", "localhost:4317", "grpc://localhost:4317"):
         with pytest.raises(ConfigError, match="otlp_endpoint"):
             instrument(FastAPI(), endpoint)
@@ -44,7 +45,7 @@ def test_without_the_extra_or_an_http_address_it_says_what_to_give(monkeypatch: 
             instrument(FastAPI(), ENDPOINT)
 
 
-def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_of_the_real_library_have_route_and_status(monkeypatch: Patch) -> None:
     why = "needs the extra otel: .venv/bin/pip install -e '.[otel]'"
     export = pytest.importorskip("opentelemetry.sdk.trace.export", reason=why)
     exporters = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason=why)

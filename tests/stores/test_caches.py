@@ -13,6 +13,7 @@ from llmcache import ConfigError, LLMCache
 from llmcache.memory.stores.disk import DiskStore
 from tests.contract.judge import check_same
 from tests.contract.test_stores import wide
+from tests.fixtures import Log, Patch
 from tests.prefix.prompts import BLOCK, branch
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.tiny_models import CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, build, tokens
@@ -126,7 +127,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
         yield server
 
 
-def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_starts_before_its_server(server: RedisServer, caplog: Log) -> None:
     server.kill()
     store = {"name": "redis", "url": f"redis://:secret@127.0.0.1:{server.port}", "timeout_ms": 1_000.0}
     with LLMCache.wrap(build(MODELS["bert"]), store=store) as cache:
@@ -139,7 +140,7 @@ def test_a_cache_starts_before_its_server(server: RedisServer, caplog: pytest.Lo
 
 @pytest.mark.parametrize("secret", ["", "secret"])
 def test_a_value_that_is_copied_back_after_a_purge_is_a_miss(
-    secret: str, server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    secret: str, server: RedisServer, monkeypatch: Patch, caplog: Log
 ) -> None:
     """The seal covers the number of the namespace. Without a secret the log says once what that means."""
     monkeypatch.setenv("LLMCACHE_STORE_SECRET", secret)
@@ -168,7 +169,7 @@ def test_a_value_that_is_copied_back_after_a_purge_is_a_miss(
 
 @pytest.mark.parametrize(("family", "shares"), [("bert", None), ("llama", None), ("llama", "public")])
 def test_what_was_read_before_a_purge_is_kept_nowhere(
-    start: Start, monkeypatch: pytest.MonkeyPatch, family: str, shares: str | None
+    start: Start, monkeypatch: Patch, family: str, shares: str | None
 ) -> None:
     """If a purge comes while a call reads the store, only that call may still be served."""
     cache, other, ids = start(family), start(family), tokens(1, 20)
@@ -225,9 +226,7 @@ def test_damaged_values_are_computed_and_counted(start: Start, folder: Path, fam
     assert stats.store.n_mismatched == ({} if damage is None else {"damaged": 1})
 
 
-def test_a_store_that_fails_costs_speed_alone(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_fails_costs_speed_alone(start: Start, monkeypatch: Patch, caplog: Log) -> None:
     """Errors are counted; calls work during the failure and after it."""
 
     def fail(*_: Any) -> Any:

@@ -21,6 +21,7 @@ from llmcache.memory.stores.base import FORMAT
 from llmcache.memory.stores.disk import LARGE_BYTES, DiskStore
 from llmcache.support.registry import Component
 from llmcache.testing import check_store
+from tests.fixtures import Patch
 from tests.forks import in_child, needs_fork
 from tests.stores import values
 from tests.stores.readers import check_readers
@@ -278,7 +279,7 @@ def test_a_folder_that_is_no_store_is_refused_with_the_cure(folder: Path, name: 
         opened(folder)
 
 
-def test_a_folder_on_a_network_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_on_a_network_is_refused(folder: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
     with pytest.raises(ConfigError, match=r"on a network \(nfs4\)"):
         opened(folder)

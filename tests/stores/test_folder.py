@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from llmcache import StoreError
 from llmcache.support import folder
+from tests.fixtures import Patch
 from tests.saves import Died, failing, names
 
 OURS = 4  # files of a version: two of data, manifest, lock
@@ -58,7 +59,7 @@ def strangers(tmp_path: Path) -> Callable[[], None]:
 
 @pytest.mark.parametrize("forever", [False, True], ids=["fails", "dies"])
 def test_whatever_step_fails_one_version_is_whole(
-    tmp_path: Path, strangers: Callable[[], None], monkeypatch: pytest.MonkeyPatch, forever: bool
+    tmp_path: Path, strangers: Callable[[], None], monkeypatch: Patch, forever: bool
 ) -> None:
     put(tmp_path, 0)
     number, seen = 0, set()
@@ -146,7 +147,7 @@ def test_a_folder_may_be_a_link_and_its_data_files_are_not_followed(tmp_path: Pa
     assert data.is_symlink() and set(load_file(elsewhere)["number"].tolist()) == {1}
 
 
-def test_who_waits_too_long_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_is_told(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(folder, "_PATIENCE_S", 0.0)
     with folder.locked(tmp_path), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(put, tmp_path, 1)

@@ -13,6 +13,7 @@ from llmcache.memory.stores import STORES, Put, redis
 from llmcache.memory.stores.redis import RedisStore
 from llmcache.support.registry import Component
 from llmcache.testing import check_store
+from tests.fixtures import Log, Patch
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.stores import values
 from tests.stores.readers import check_readers
@@ -154,9 +155,7 @@ def test_nothing_from_before_a_purge_is_served_after_it(open_store: Callable[...
     check_readers(open_store, dropped_by, 5)
 
 
-def test_many_purged_namespaces_take_no_room(
-    store: RedisStore, server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_purged_namespaces_take_no_room(store: RedisStore, server: RedisServer, monkeypatch: Patch) -> None:
     monkeypatch.setattr(redis, "_MOST_NAMESPACES", 5)
     monkeypatch.setattr(redis, "LEASE_S", 0.0)
     put(store, "kept", namespace="kept")
@@ -172,7 +171,7 @@ def test_many_purged_namespaces_take_no_room(
 
 
 def test_a_server_that_is_killed_begins_empty_and_is_found_again(
-    open_store: Callable[..., RedisStore], server: RedisServer, caplog: pytest.LogCaptureFixture
+    open_store: Callable[..., RedisStore], server: RedisServer, caplog: Log
 ) -> None:
     store, other = open_store(), open_store()
     put(store, "a")
@@ -301,7 +300,7 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
     server.do("REPLICAOF", "NO", "ONE")
 
 
-def test_without_redis_py_it_tells_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_redis_py_it_tells_how_to_get_it(monkeypatch: Patch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "redis.connection", None)
     with pytest.raises(ConfigError, match=r"pip install 'llmcache-torch\[redis\]'"):
         made(url="redis://127.0.0.1:1")

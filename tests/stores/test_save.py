@@ -16,6 +16,7 @@ from torch import nn
 from llmcache import BankFileError, CacheConfig, ConfigError, LLMCache, StoreError, UnfitBankError, __version__
 from llmcache.calls import save
 from tests.contract.judge import check_same
+from tests.fixtures import Patch
 from tests.saves import accept, edit_manifest, read_manifest
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded
 
@@ -196,7 +197,7 @@ def test_a_calibration_keeps_the_room_that_it_needs(saved: int | None, given: in
 
 
 @pytest.mark.slow
-def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: Patch) -> None:
     """The second save happens after the manifest is read, before its files are."""
     cache = LLMCache.wrap(build(BARE["bert"]))
     cache(**padded([5]))

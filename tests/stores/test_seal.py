@@ -12,6 +12,7 @@ from safetensors.torch import save
 from llmcache import ConfigError
 from llmcache.memory.stores import StoreKey
 from llmcache.memory.stores.seal import KEY, SECRET, MismatchError, Seal
+from tests.fixtures import Patch
 
 ONE, OTHER = StoreKey("a", "0" * 64, "x"), StoreKey("a", "0" * 64, "y")
 SEALS = {
@@ -108,7 +109,7 @@ def test_no_two_keys_have_one_digest() -> None:
     assert len({key.digest for key in keys}) == len(keys)
 
 
-def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_come_from_the_environment(monkeypatch: Patch) -> None:
     monkeypatch.setenv(SECRET, "secret")
     monkeypatch.setenv(KEY, base64.b64encode(bytes(32)).decode())
     value = SEALS["both"].close(ONE, 7, TENSORS, {})

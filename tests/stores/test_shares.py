@@ -13,6 +13,7 @@ from llmcache.calls.context_flags import DISABLE
 from llmcache.memory.policies import LRU
 from llmcache.memory.policies.shares import Shares
 from tests.contract.judge import check_same
+from tests.fixtures import Log, Patch
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokens
 
 KINDS = {"bert": BARE["bert"], "gpt2": GENERATORS["gpt2"]}
@@ -73,7 +74,7 @@ def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, in
         shares.policies[name].on_put(key, nbytes)
 
 
-def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bank_in_which_nothing_stays_says_so_once(caplog: Log) -> None:
     """If entries leave before any hit, one warning names the settings; a bank with hits causes none."""
     for seeds, n_told in ((range(100), 1), ([0, 1, 0, 1] * 20, 0)):
         caplog.clear()
@@ -89,9 +90,7 @@ def test_a_bank_in_which_nothing_stays_says_so_once(caplog: pytest.LogCaptureFix
     [(BARE["bert"], {}), (CLASSIFIERS["bert"], {"tau": 0.9}), (GENERATORS["gpt2"], {})],
     ids=["bert", "paper", "gpt2"],
 )
-def test_a_variable_turns_every_cache_off(
-    kind: object, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_turns_every_cache_off(kind: object, settings: dict[str, float], monkeypatch: Patch) -> None:
     """`LLMCACHE_DISABLE=1`: models are wrapped, and each call is computed and counted as bypassed."""
     monkeypatch.setenv(DISABLE, "1")
     model, ids = build(kind), tokens(2, 9)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from llmcache.memory.stores.tier import Tier
 from llmcache.memory.stores.write_behind import NO_NUMBER
 from llmcache.request.counters import Counters
 from llmcache.request.rows import Scope
+from tests.fixtures import Patch
 from tests.stores.shared import Shared
 
 SCOPE = Scope("a", "weights", "float32", "eager")
@@ -139,7 +140,7 @@ def test_values_of_another_secret_are_counted_misses(make: Make) -> None:
     assert other.stats().n_mismatched == {"damaged": 1}
 
 
-def test_what_is_dropped_is_offered_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_dropped_is_offered_again(make: Make, monkeypatch: Patch) -> None:
     tier, store, _ = make()
     monkeypatch.setattr(write_behind, "MAX_WAITING_BYTES", 40)
     store.may_write.clear()
@@ -235,9 +236,7 @@ def test_a_number_that_is_asked_for_during_a_purge_is_not_that_from_before(make:
     assert one.number("a") == asked(["a"])[0]
 
 
-def test_what_came_before_the_number_is_known_is_forgotten_then_and_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_came_before_the_number_is_known_is_forgotten_then_and_once(make: Make, monkeypatch: Patch) -> None:
     monkeypatch.setattr("llmcache.memory.stores.tier._REST_S", 0.0)
     tier, store, memory = make(fails=True)
     assert tier.number("a") == NO_NUMBER and memory.dropped == []
