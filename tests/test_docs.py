@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import llmcache
@@ -65,6 +66,8 @@ def test_examples_run(
     monkeypatch.setattr(
         LLMCache, "wrap", lambda *args, **settings: caches.append(wrap(*args, **settings)) or caches[-1]
     )
+    compiled = torch.compile  # with "inductor" it takes half a minute: tests/engines have it
+    monkeypatch.setattr(torch, "compile", lambda model, **how: compiled(model, **{**how, "backend": "eager"}))
     page = ROOT / name if name == "README.md" else DOCS / name
     model = build(CLASSIFIERS["bert"])
     defined = run(tmp_path, page, model=model, tokenizer=tokenizer(), inputs={"input_ids": tokens(1, 6)})

@@ -161,7 +161,7 @@ OURS, OTHER = {"Origin": SHOP}, {"Origin": EVIL}
         ("OPTIONS", "/predict", OURS | ASKED, 200, True),
         ("OPTIONS", "/predict", OTHER | ASKED, 400, False),
         ("OPTIONS", "/", OURS | ASKED, 200, True),  # `POST /` is inference
-        *(("OPTIONS", path, OURS | ASKED, 403, False) for path in ("/admin/purge", "/admin/stats")),
+        *(("OPTIONS", path, OURS | ASKED, 405, False) for path in ("/admin/purge", "/admin/stats")),
         ("POST", "/predict", OURS | CROSS, 200, True),
         ("POST", "/predict", OTHER | CROSS, 403, False),
         ("POST", "/admin/clear", OURS | CROSS, 403, False),
@@ -429,8 +429,9 @@ def infer(url: str, text: str) -> Any:
 @pytest.mark.parametrize("outlasts", [False, True])
 @pytest.mark.parametrize("kind", ROUTES)
 def test_a_server_that_is_told_to_stop_finishes_what_runs_within_the_grace_and_refuses_the_rest(
-    kind: str, outlasts: bool, models: Path, pool: Pool, caplog: Log
+    kind: str, outlasts: bool, models: Path, pool: Pool, caplog: Log, monkeypatch: Patch
 ) -> None:
+    monkeypatch.setattr("llmcache.serving.running._REFUSAL_S", 0)
     server = make_server(models / kind, max_streams=1, warmup_tokens=0, **({"grace_s": 0.1} if outlasts else {}))
     with listening(server) as (uvicorn, url), ExitStack() as holding:
         holding.enter_context(model_held(server))

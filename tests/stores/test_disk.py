@@ -79,14 +79,6 @@ def test_what_was_used_longest_ago_leaves_over_the_budget(folder: Path, size: in
     store.close()
 
 
-def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
-    put(store, "a")
-    (read,) = store.get_many([key("a")], time.monotonic() + 60)
-    store.purge("a")
-    store.close()
-    assert files(folder) == [] and read is not None and bytes(read) == value("a")
-
-
 @pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
 def test_files_are_their_owners_alone(folder: Path) -> None:
     folder.mkdir(mode=0o755)
@@ -182,12 +174,6 @@ def test_a_folder_of_another_user_is_refused(folder: Path, part: str) -> None:
         opened(folder)
 
 
-def test_totals_that_are_wrong_do_not_keep_a_process_from_opening_it(folder: Path) -> None:
-    DiskStore(str(folder)).close()
-    edit_index(folder, "UPDATE totals SET nbytes = ?", 1 << 60)
-    DiskStore(str(folder)).close()
-
-
 def test_a_file_that_is_gone_or_cut_short_holds_no_value_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
     put(store, "a", "b", "c")
     gone, short, emptied = files(folder)
@@ -212,16 +198,22 @@ def test_who_opens_it_removes_what_killed_processes_left(store: DiskStore, folde
     assert not orphan.exists() and not old.exists()
     assert new.exists()  # another process may still write it
     assert held(store, "a") == ["a"]
+    edit_index(folder, "UPDATE totals SET nbytes = ?", 1 << 60)  # wrong totals keep no process from opening it
+    DiskStore(str(folder)).close()
 
 
-def test_nothing_of_what_was_purged_is_left_in_the_folder(store: DiskStore, folder: Path) -> None:
+def test_nothing_of_what_was_purged_is_left_in_the_folder_and_what_was_read_outlives_it(
+    store: DiskStore, folder: Path
+) -> None:
     marks = [f"private {i} ".encode() * n for i, n in enumerate((50, 5_000))]
     (number,), since = store.numbers(["a"]), store.purges(None).cursor
     store.put_many([Put(key(i), mark, number, since) for i, mark in enumerate(marks)])
     assert any(b"private 0" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    read = store.get_many([key(0), key(1)], time.monotonic() + 60)
     assert store.purge("a") == 2
     store.close()
     assert not any(b"private" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert [one is not None and bytes(one) for one in read] == marks
 
 
 @needs_fork
@@ -249,39 +241,28 @@ def test_a_process_that_is_forked_while_a_write_does_not_end_has_no_store(store:
     assert held(store, "a", "b") == ["a", "b"]
 
 
-def as_another(pragma: str) -> Callable[[Path], None]:
-    """Return what makes a store of which the index is another application's, or of another version."""
-
-    def make(folder: Path) -> None:
-        DiskStore(str(folder)).close()
-        edit_index(folder, f"PRAGMA {pragma}")
-
-    return make
-
-
-REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file": (lambda path: path.write_text(""), "cannot be used"),
-    "a folder of somebody else": (lambda path: (path / "thesis").mkdir(parents=True), r"something else \(thesis\)"),
-    "an index that cannot be opened": (
-        lambda path: (path / "index.sqlite").mkdir(parents=True),
-        "cannot be opened: the store's index: unable to open database file",
-    ),
-    "another application": (as_another("application_id = 7"), "another application"),
-    "another version": (as_another("user_version = 2"), f"in format 2, .*reads {FORMAT}"),
+#: By the refusal: what makes of a path, or of a store there, a folder that is refused.
+REFUSED_PATHS: dict[str, Callable[[Path], object]] = {
+    "cannot be used": lambda path: path.write_text(""),
+    r"something else \(thesis\)": lambda path: (path / "thesis").mkdir(parents=True),
+    "cannot be opened: the store's index: unable to": lambda path: (path / "index.sqlite").mkdir(parents=True),
+}
+REFUSED_STORES = {
+    "another application": lambda path: edit_index(path, "PRAGMA application_id = 7"),
+    f"in format 2, .*reads {FORMAT}": lambda path: edit_index(path, "PRAGMA user_version = 2"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_folder_that_is_no_store_is_refused_with_the_cure(folder: Path, name: str) -> None:
-    make, message = REFUSED[name]
-    make(folder)
-    with pytest.raises(ConfigError, match=message):
-        opened(folder)
-
-
-def test_a_folder_on_a_network_is_refused(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
-    with pytest.raises(ConfigError, match=r"on a network \(nfs4\)"):
+@pytest.mark.parametrize("told", [*REFUSED_PATHS, *REFUSED_STORES, r"on a network \(nfs4\)"])
+def test_a_folder_that_is_no_store_is_refused_with_the_cure(folder: Path, told: str, monkeypatch: Patch) -> None:
+    if told in REFUSED_PATHS:
+        REFUSED_PATHS[told](folder)
+    elif told in REFUSED_STORES:
+        DiskStore(str(folder)).close()
+        REFUSED_STORES[told](folder)
+    else:
+        monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
+    with pytest.raises(ConfigError, match=told):
         opened(folder)
 
 

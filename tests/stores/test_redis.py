@@ -152,7 +152,7 @@ def test_nothing_of_what_was_purged_is_left_in_the_server(
 @pytest.mark.slow
 @pytest.mark.parametrize("dropped_by", ["purge", "forget"])
 def test_nothing_from_before_a_purge_is_served_after_it(open_store: Callable[..., RedisStore], dropped_by: str) -> None:
-    check_readers(open_store, dropped_by, 5)
+    check_readers(open_store, dropped_by, 3)
 
 
 def test_many_purged_namespaces_take_no_room(store: RedisStore, server: RedisServer, monkeypatch: Patch) -> None:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,31 +31,20 @@ def test_one_tenant_cannot_evict_another(kind: str) -> None:
     quiet = [tokens(1, 12, seed) for seed in range(3)]
     with LLMCache.wrap(build(KINDS[kind])) as cache:
         ask(cache, "quiet", quiet[0])
-        nbytes = cache.stats().held_nbytes
-    budget = {"max_bytes": 10 * nbytes * (2 if kind == "gpt2" else 1)}
+        budget = {"max_bytes": 10 * cache.stats().held_nbytes * (2 if kind == "gpt2" else 1)}
     with LLMCache.wrap(build(KINDS[kind]), **budget) as cache:
+        for seed in range(100, 130):  # while it is alone, it may fill the budget
+            ask(cache, "loud", tokens(1, 12, seed))
         for ids in quiet:
             ask(cache, "quiet", ids)
-        for seed in range(100, 160):
+        for seed in range(130, 160):
             ask(cache, "loud", tokens(1, 12, seed))
         stats = cache.stats()
-        assert stats.n_evicted_total >= 30 and stats.held_nbytes <= budget["max_bytes"]
+        assert stats.n_evicted_total >= 40 and stats.held_nbytes <= budget["max_bytes"]
         assert [ask(cache, "quiet", ids) for ids in quiet] == ["exact"] * 3
         assert ask(cache, "loud", tokens(1, 12, 159)) == "exact"
 
 
-def test_a_tenant_that_is_alone_may_fill_the_budget_and_gives_way() -> None:
-    with LLMCache.wrap(build(BARE["bert"]), max_entries=10) as cache:
-        for seed in range(20):
-            ask(cache, "first", tokens(1, 5, seed))
-        assert cache.stats().n_stored == 10
-        for seed in range(10):
-            ask(cache, "second", tokens(1, 5, seed))
-        for name, kept in (("first", range(15, 20)), ("second", range(5, 10))):
-            assert {ask(cache, name, tokens(1, 5, seed)) for seed in kept} == {"exact"}
-
-
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40)), max_size=80))
 def test_who_is_below_its_share_loses_nothing_to_others(puts: list[tuple[str, int]]) -> None:
     shares, held, max_bytes = Shares(LRU), dict[str, tuple[str, int]](), 100
