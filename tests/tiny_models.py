@@ -188,7 +188,7 @@ def tokenizer(side: str = "right", words: list[str] | None = None) -> tf.PreTrai
     backend = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
     return tf.PreTrainedTokenizerFast(tokenizer_object=backend, padding_side=side, model_max_length=32, **names)

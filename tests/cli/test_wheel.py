@@ -22,11 +22,11 @@ llmcache.cli.main.main(["--help"])
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the content of this checkout's wheel, built without the network."""
+    """A folder with the content of this checkout's wheel."""
+    from hatchling.builders.wheel import WheelBuilder
+
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
-    subprocess.run(command, check=True, capture_output=True, cwd=folder)
-    (path,) = folder.glob("*.whl")
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     with zipfile.ZipFile(path) as archive:
         archive.extractall(folder / "unpacked")
     return folder / "unpacked"

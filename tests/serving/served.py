@@ -22,13 +22,13 @@ from llmcache.serving.loading import load_served
 from llmcache.serving.saving import Saves
 from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
+from tests import tiny_models
 from tests.fixtures import Log
 from tests.tiny_models import VOCABULARY, build
 
 LABELS = ("card", "cash", "change", "credit", "other")
 WORDS = ("lost", "my", "card", "where", "is", "cash", "change", "the", "rate", "please", *(f"w{i}" for i in range(70)))
 _ID2LABEL = dict(enumerate(LABELS))
-SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
 CONTEXT = 256  # of the decoder
 END = "<|end|>"
 TEMPLATE = (
@@ -41,15 +41,7 @@ _TEXT = ["the card was lost, and the cash is there", "where is my card? it costs
 
 def tokenizer() -> tf.PreTrainedTokenizerFast:
     """Return a word tokenizer with BERT's special tokens around texts and pairs."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    made.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
-    names = dict(zip(("pad_token", "cls_token", "sep_token", "unk_token"), SPECIAL, strict=True))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **names)
+    return tiny_models.tokenizer(words=[*WORDS])
 
 
 @once

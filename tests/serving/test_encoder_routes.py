@@ -133,7 +133,7 @@ def test_rerankers_rank_and_score_alike_in_every_dialect(reranker: Client) -> No
 def test_tokenize_and_decode(classifier: Client) -> None:
     (pieces,) = post(classifier, "/tokenize", inputs=TEXT)
     assert [one["special"] for one in pieces] == [True, False, False, False, True]
-    assert pieces[1] == {"id": 4, "text": "lost", "special": False, "start": 0, "stop": 4}
+    assert pieces[1] == {"id": 5, "text": "lost", "special": False, "start": 0, "stop": 4}
     ids = [one["id"] for one in pieces]
     assert post(classifier, "/decode", ids=ids) == [TEXT]
     assert post(classifier, "/decode", ids=[ids, ids], skip_special_tokens=False)[0].startswith("[CLS]")

@@ -86,7 +86,7 @@ def ask(client: Any, route: str = "/v1/completions", **body: Any) -> Any:
 
 
 def complete(client: Any, **body: Any) -> str:
-    return str(ask(client, **body)["choices"][0]["text"])
+    return said(ask(client, **body))
 
 
 def n_cached(client: Any, **body: Any) -> int:
@@ -94,8 +94,10 @@ def n_cached(client: Any, **body: Any) -> int:
     return int(ask(client, **body)["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def said(choice: dict[str, Any]) -> str:
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+def said(answer: dict[str, Any]) -> str:
+    """Return the text of the first choice of an answer or of a chunk."""
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else (choice.get("message") or choice["delta"]).get("content", ""))
 
 
 def streamed(client: Any, route: str, **body: Any) -> list[dict[str, Any]]:
@@ -109,12 +111,6 @@ def streamed(client: Any, route: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(one.removeprefix("data: ")) for one in told]
 
 
-def piece_of(chunk: dict[str, Any]) -> str:
-    """Return a chunk's text."""
-    choice = chunk["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
     route: str, client: TestClient, server: Server, plain: Any
@@ -125,7 +121,7 @@ def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
     for n_known in (0, len(ids)):
         chunks = streamed(client, route, stream_options={"include_usage": True})
         *pieces, usage = chunks
-        assert "".join(map(piece_of, pieces)) == text_of(expected.tokens)
+        assert "".join(map(said, pieces)) == text_of(expected.tokens)
         reasons = [one["choices"][0]["finish_reason"] for one in pieces]
         assert reasons == [None] * (len(pieces) - 1) + [expected.stopped_by]
         assert usage["choices"] == [] and all(one["usage"] is None for one in pieces)
@@ -140,7 +136,7 @@ def test_answers_are_the_models_own_cached_or_not_streamed_or_not(
     assert shapes[0] == shapes[1]
     told = ask(client, route, **IGNORED[route])
     (choice,) = told["choices"]
-    assert (said(choice), choice["finish_reason"]) == (text_of(expected.tokens), expected.stopped_by)
+    assert (said(told), choice["finish_reason"]) == (text_of(expected.tokens), expected.stopped_by)
     assert told["usage"] == usage["usage"] and told["created"] > 1e9
     kinds = ["chat.completion.chunk", "chat.completion"] if "chat" in route else ["text_completion"] * 2
     assert [chunks[0]["object"], told["object"]] == kinds
@@ -180,7 +176,7 @@ def test_several_prompts_and_answers(client: TestClient, plain: Any) -> None:
     assert told["usage"]["prompt_tokens"] == sum(map(len, ids))
     chunks = streamed(client, "/v1/completions", prompt=PROMPT, **{**DRAWN, "seed": 5}, n=2)
     for index in range(2):
-        assert "".join(piece_of(one) for one in chunks if one["choices"][0]["index"] == index) == alone[index]
+        assert "".join(said(one) for one in chunks if one["choices"][0]["index"] == index) == alone[index]
     assert len({complete(client, temperature=None) for _ in range(5)}) == 5  # sampled: different each time
 
 
@@ -199,11 +195,11 @@ def test_a_chat_goes_on_to_the_end_of_the_context_unless_told(client: TestClient
 def test_stop_texts_and_tokens_end_an_answer_wherever_tokens_begin(route: str, client: TestClient, plain: Any) -> None:
     def told(**body: Any) -> tuple[str, str]:
         asked = {"max_tokens": 40, "ignore_eos": True, **body}
-        (choice,) = ask(client, route, **asked)["choices"]
-        chunks = streamed(client, route, **asked)
-        assert said(choice) == "".join(map(piece_of, chunks))
-        assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
-        return said(choice), choice["finish_reason"]
+        whole, chunks = ask(client, route, **asked), streamed(client, route, **asked)
+        assert said(whole) == "".join(map(said, chunks))
+        reason = whole["choices"][0]["finish_reason"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == reason
+        return said(whole), reason
 
     whole, reason = told()
     assert reason == "length"
