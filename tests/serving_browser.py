@@ -69,11 +69,7 @@ class Browser:
 
     def told(self) -> str:
         """Return the message of the last action."""
-        return self.text("result")
-
-    def text(self, name: str) -> str:
-        """Return the visible text of the element with this id."""
-        return str(self.run(f"return document.getElementById({name!r}).innerText"))
+        return str(self.run("return document.getElementById('result').innerText"))
 
     def complaints(self) -> list[str]:
         """Return the console messages since the last call."""

@@ -73,6 +73,8 @@ def test_one_prompt_is_answered_and_told(models: str, tmp_path: Path, capsys: Sh
     assert told["kv_nbytes"] == 2 * 3 * 32 * (told["n_prompt"] + len(told["tokens"]) - 1) * 4
     assert generate(models, "--prompt", passage(1)[:60]) == 0
     assert capsys.readouterr().out == told["text"] + "\n"
+    assert generate(models, "--prompt", LONG, "--truncate", "left") == 0
+    assert "llmcache: cut off on the left:" in capsys.readouterr().err
 
 
 def test_a_line_that_is_not_utf_8_is_refused_and_the_next_one_answered(
@@ -94,23 +96,6 @@ def test_seeded_draws_come_again(models: str, capsys: Shown) -> None:
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--model", "nowhere"], "model: 'nowhere' could not be loaded"),
-        (["--temperature", "0.5"], "temperature=0.5 has no effect on greedy tokens"),
-        (["--do-sample", "--top-p", "1.5"], "top_p=1.5: give a share of probability"),
-        (["--max-new-tokens", "0"], "max_new_tokens=0: give a whole number"),
-        (["--max-new-tokens", "512"], "max_new_tokens=512: the model's context has 512 tokens"),
-        (["--prompt", LONG], "of which the model can take 508 here"),
-    ],
-)
-def test_bad_input_is_one_line(models: str, more: list[str], told: str, capsys: Shown) -> None:
-    assert generate(models, "--prompt", "a", *more) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("llmcache: ") and told in error
-
-
 def test_a_conversation_goes_on_and_says_what_came_from_where(models: str, say: Say, capsys: Shown) -> None:
     say(passage(1)[:200], "and then", "", "/stats", "/clear", passage(1)[:200], "/quit", "never read")
     assert talk(models, "--system", "one two", "--verbose") == 0
@@ -122,31 +107,22 @@ def test_a_conversation_goes_on_and_says_what_came_from_where(models: str, say: 
 
 
 @pytest.mark.parametrize(
-    ("lines", "told", "n_answered"),
+    ("lines", "more", "told", "n_answered"),
     [
-        (["/nothing"], "no command '/nothing'", 0),
-        ([LONG, "a", KeyboardInterrupt()], "llmcache: the prompt has", 1),
+        (["/nothing"], [], "no command '/nothing'", 0),
+        ([LONG, "a", KeyboardInterrupt()], [], "llmcache: the prompt has", 1),
+        ([LONG], ["--truncate", "left"], "llmcache: cut off on the left:", 1),
     ],
 )
 def test_what_cannot_be_taken_as_it_is_is_told_and_the_conversation_goes_on(
-    lines: list[Any], told: str, n_answered: int, models: str, say: Say, capsys: Shown
+    lines: list[Any], more: list[str], told: str, n_answered: int, models: str, say: Say, capsys: Shown
 ) -> None:
     say(*lines)
-    assert talk(models, "--verbose") == 0
+    assert talk(models, "--verbose", *more) == 0
     shown = capsys.readouterr()
     assert told in shown.err
     assert shown.out.count("prompt new") == n_answered
     assert n_answered or "/stats" in shown.out  # lists the commands
-
-
-def test_a_prompt_that_was_cut_off_is_told(models: str, say: Say, capsys: Shown) -> None:
-    say(LONG)
-    for run in (
-        lambda: talk(models, "--truncate", "left"),
-        lambda: generate(models, "--prompt", LONG, "--truncate", "left"),
-    ):
-        assert run() == 0
-        assert "llmcache: cut off on the left:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -296,19 +272,28 @@ def test_an_answer_may_be_interrupted_and_a_server_absent(say: Say, capsys: Show
     assert "one ... interrupted" in capsys.readouterr().out
 
 
+GENERATE = ["generate", "--model", "tiny", *FEW, "--prompt", "a"]
+REPL = ["repl", "--url", "http://a"]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "give --model, or --url of a server"),
-        (["--url", "127.0.0.1:8000"], "url='127.0.0.1:8000': give the address of a server"),
-        (["--url", "ftp://a"], "give the address of a server"),
-        (["--url", "http://[::1"], "give the address of a server"),
-        (["--url", "http://a:b"], "give the address of a server"),
-        (["--url", "http://a", "--key", "a\nb"], "a key is printable ASCII"),
-        (["--url", "http://a", "--truncate", "left"], "truncate='left' has no effect on a server"),
-        (["--url", "http://a", "--top-k", "5"], "top_k=5 has no effect"),
+        ([*GENERATE, "--model", "nowhere"], "model: 'nowhere' could not be loaded"),
+        ([*GENERATE, "--temperature", "0.5"], "temperature=0.5 has no effect on greedy tokens"),
+        ([*GENERATE, "--do-sample", "--top-p", "1.5"], "top_p=1.5: give a share of probability"),
+        ([*GENERATE, "--max-new-tokens", "0"], "max_new_tokens=0: give a whole number"),
+        ([*GENERATE, "--max-new-tokens", "512"], "max_new_tokens=512: the model's context has 512 tokens"),
+        ([*GENERATE, "--prompt", LONG], "of which the model can take 508 here"),
+        (["repl"], "give --model, or --url of a server"),
+        ([*REPL, "--url", "127.0.0.1:8000"], "url='127.0.0.1:8000': give the address of a server"),
+        *(([*REPL, "--url", one], "give the address of a server") for one in ("ftp://a", "http://[::1", "http://a:b")),
+        ([*REPL, "--key", "a\nb"], "a key is printable ASCII"),
+        ([*REPL, "--truncate", "left"], "truncate='left' has no effect on a server"),
+        ([*REPL, "--top-k", "5"], "top_k=5 has no effect"),
     ],
 )
-def test_bad_input_of_a_servers_conversation_is_one_line(options: list[str], told: str, capsys: Shown) -> None:
-    assert run_main("repl", *options) == 2
-    assert told in capsys.readouterr().err
+def test_bad_input_is_one_line(models: str, options: list[str], told: str, capsys: Shown) -> None:
+    assert run_main(*options, "--models-dir", models) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("llmcache: ") and told in error

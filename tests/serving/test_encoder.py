@@ -90,6 +90,22 @@ def test_the_same_text_ten_times_at_once_is_computed_once_with_others_in_its_bat
     assert figure(server, "batch_next_size_count") == n_batches + 2  # the two others share one batch
 
 
+def test_what_fails_spoils_no_other_and_quotes_nothing(client: TestClient, server: Server, caplog: Log) -> None:
+    cash = tokenizer().convert_tokens_to_ids("cash")
+
+    def fails_on_cash(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        if (inputs["input_ids"] == cash).any():
+            raise RuntimeError("cannot cash")
+
+    handle = server.model.register_forward_pre_hook(fails_on_cash, with_kwargs=True)
+    failed = ask(client, "my card", "my cash")
+    handle.remove()
+    assert failed.status_code == 424 and failed.json()["error"] == "the model failed on this input: `inputs[1]`"
+    assert "the model failed on an input: RuntimeError" in caplog.text and "cash" not in caplog.text
+    assert ask(client, "my card").headers["x-cache"] == "HIT"  # computed and stored beside the other
+    check(server, ["my card", "my cash"], ask(client, "my card", "my cash"))
+
+
 @pytest.mark.parametrize("what", ["served", "looked up", "not finite"])
 def test_what_cannot_be_served_is_computed(
     what: str, client: TestClient, server: Server, monkeypatch: Patch, caplog: Log

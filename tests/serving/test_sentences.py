@@ -60,12 +60,8 @@ def _check(folder: Path, *, is_normal: bool = True) -> None:
 @pytest.mark.parametrize(
     ("mode", "includes_prompt", "settings"),
     [
-        ("cls", False, {"default_prompt_name": "document"}),
-        ("max", False, {}),
-        ("weightedmean", False, {}),
-        (("cls", "mean"), False, {}),
-        ("mean", False, {"do_lower_case": True}),
-        ("mean", False, {"max_seq_length": 6}),
+        (("cls", "max", "weightedmean", "mean"), False, {"default_prompt_name": "document"}),
+        ("mean", False, {"do_lower_case": True, "max_seq_length": 6}),
         ("mean", True, {"max_seq_length": 6, "truncate_dim": 500, "default_prompt_name": "query"}),
     ],
     ids=str,
