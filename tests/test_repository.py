@@ -1,6 +1,5 @@
 """Makefile, CI script, pins, version and pages agree with each other."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import llmcache
+from tests.test_rooms import imports
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -77,10 +77,8 @@ PACKAGES = {
 
 @pytest.mark.parametrize("room", ["llmcache", "experiments"])
 def test_every_package_that_is_imported_is_declared(room: str) -> None:
-    nodes = [node for path in (ROOT / room).rglob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
-    modules = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
-    modules += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
-    imported = {name.partition(".")[0] for name in modules} - {"llmcache", "experiments"} - sys.stdlib_module_names
+    modules = {module.partition(".")[0] for path in (ROOT / room).rglob("*.py") for module, _ in imports(path)}
+    imported = modules - {"llmcache", "experiments"} - sys.stdlib_module_names
     extras = {name: group for name, group in PROJECT["optional-dependencies"].items() if name not in ("dev", "outside")}
     declared = {package_name(one) for group in (PROJECT["dependencies"], *extras.values()) for one in group}
     packages = {package_name(PACKAGES.get(name, name)) for name in imported}

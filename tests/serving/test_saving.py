@@ -30,14 +30,6 @@ def cached(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -
         return str(client.post("/predict", json=BODY).raise_for_status().headers["x-cache"])
 
 
-def edited(folder: Path, tensor: str) -> Path:
-    """Return a copy of the classifier with one tensor changed."""
-    other = write(folder / "other", "classifier")
-    tensors = load_file(other / "model.safetensors")
-    save_file(tensors | {tensor: tensors[tensor] + 1}, other / "model.safetensors", {"format": "pt"})
-    return other
-
-
 def contents(folder: Path) -> dict[str, bytes | None]:
     return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
 
@@ -74,7 +66,10 @@ def test_a_save_that_does_not_fit_is_not_used_and_stays(
 ) -> None:
     model = models / "classifier"
     if unfit == "model":
-        model = edited(tmp_path, "bert.embeddings.word_embeddings.weight")
+        model = write(tmp_path / "edited", "classifier")
+        tensors = load_file(model / "model.safetensors")
+        tensors["bert.embeddings.word_embeddings.weight"] += 1
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
     elif unfit == "cut manifest":
         cut(save / MANIFEST)
     else:

@@ -24,8 +24,7 @@ from llmcache.testing import check_store
 from tests.fixtures import Patch
 from tests.forks import in_child, needs_fork
 from tests.stores import values
-from tests.stores.readers import check_readers
-from tests.stores.values import get, held, key
+from tests.stores.values import check_readers, get, held, key
 
 SMALL, LARGE = 1_000, LARGE_BYTES + 1
 put, value = partial(values.put, size=LARGE), partial(values.value, size=LARGE)

@@ -16,8 +16,7 @@ from llmcache.testing import check_store
 from tests.fixtures import Log, Patch
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.stores import values
-from tests.stores.readers import check_readers
-from tests.stores.values import held, key, value
+from tests.stores.values import check_readers, held, key, value
 
 PATIENT = 5_000.0  # milliseconds: enough for a slow machine
 SIZE = 3_000
@@ -94,24 +93,16 @@ def test_every_name_leaves_at_its_time(store: RedisStore, server: RedisServer) -
         assert least < seconds <= most
 
 
-def test_without_memory_it_fails_to_write_and_goes_on_to_read(store: RedisStore, server: RedisServer) -> None:
+@pytest.mark.parametrize("namespace", ["a", None])
+def test_without_memory_it_fails_to_write_goes_on_to_read_and_can_be_purged(
+    store: RedisStore, server: RedisServer, namespace: str | None
+) -> None:
     put(store, "a")
+    (before,), seen = store.numbers(["a"]), store.purges(None).cursor
     server.do("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1mb")
     with pytest.raises(StoreError, match="memory"):
         put(store, "b")
-    assert held(store, "a", "b") == ["a"]
-    assert store.stats().max_bytes == 1 << 20
-    server.do("CONFIG", "SET", "maxmemory", 0)
-    put(store, "b")
-    assert held(store, "a", "b") == ["a", "b"]
-
-
-@pytest.mark.parametrize("namespace", ["a", None])
-def test_without_memory_it_can_be_purged(store: RedisStore, server: RedisServer, namespace: str | None) -> None:
-    put(store, "a")
-    before = store.numbers(["a"])[0]
-    server.do("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1mb")
-    seen = store.purges(None).cursor
+    assert held(store, "a", "b") == ["a"] and store.stats().max_bytes == 1 << 20
     store.purge(namespace)
     assert not any(name.count(":") > 3 for name in server.names())
     assert held(store, "a") == []
