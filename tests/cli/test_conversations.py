@@ -111,7 +111,7 @@ def test_a_conversation_goes_on_and_says_what_came_from_where(models: str, say: 
     [
         (["/nothing"], [], "no command '/nothing'", 0),
         ([LONG, "a", KeyboardInterrupt()], [], "llmcache: the prompt has", 1),
-        ([LONG], ["--truncate", "left"], "llmcache: cut off on the left:", 1),
+        ([LONG], ["--truncate", "left"], "cut off on the left:", 1),
     ],
 )
 def test_what_cannot_be_taken_as_it_is_is_told_and_the_conversation_goes_on(
@@ -120,7 +120,7 @@ def test_what_cannot_be_taken_as_it_is_is_told_and_the_conversation_goes_on(
     say(*lines)
     assert talk(models, "--verbose", *more) == 0
     shown = capsys.readouterr()
-    assert told in shown.err
+    assert told in shown.err + shown.out
     assert shown.out.count("prompt new") == n_answered
     assert n_answered or "/stats" in shown.out  # lists the commands
 

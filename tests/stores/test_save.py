@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -56,11 +57,18 @@ def test_hits_survive_a_restart(tmp_path: Path, kind: str, settings: dict[str, A
         assert again.purge(namespace="other") == before.n_stored // 2
 
 
-def put(path: Path, **settings: Any) -> None:
-    """Save a bare BERT's cache with one request."""
-    with LLMCache.wrap(build(BARE["bert"]), **settings) as cache:
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The save of a bare BERT's cache with one request; copy it."""
+    with LLMCache.wrap(build(BARE["bert"])) as cache:
         cache(**padded([5]))
-        cache.save(path)
+        cache.save(folder := tmp_path_factory.mktemp("known"))
+    return folder
+
+
+@pytest.fixture
+def folder(known: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(known, tmp_path / "folder"))
 
 
 CURES = "save the cache again|another folder|a folder that cache.save\\(\\) wrote"
@@ -86,10 +94,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("told", DAMAGE)
-def test_a_damaged_file_is_refused(tmp_path: Path, told: str) -> None:
-    put(tmp_path)
-    DAMAGE[told](next(tmp_path.glob("bank-*")))
-    refused(tmp_path, told)
+def test_a_damaged_file_is_refused(folder: Path, told: str) -> None:
+    DAMAGE[told](next(folder.glob("bank-*")))
+    refused(folder, told)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +116,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, told: str) -> None:
         ),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, told: str, fields: dict[str, Any]) -> None:
-    put(tmp_path)
-    edit_manifest(tmp_path, **fields)
-    refused(tmp_path, told, BankFileError if "files" in fields else UnfitBankError)
+def test_a_manifest_that_does_not_fit_is_refused(folder: Path, told: str, fields: dict[str, Any]) -> None:
+    edit_manifest(folder, **fields)
+    refused(folder, told, BankFileError if "files" in fields else UnfitBankError)
 
 
 def test_saving_again_replaces_and_leaves_no_litter(tmp_path: Path) -> None:
