@@ -54,11 +54,7 @@ def added() -> Iterator[Callable[[], list[str]]]:
     ],
 )
 def test_examples_run(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: Patch,
-    capsys: Shown,
-    added: Callable[[], list[str]],
+    name: str, tmp_path: Path, monkeypatch: Patch, capsys: Shown, added: Callable[[], list[str]]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     caches: list[LLMCache] = []

@@ -192,11 +192,7 @@ def test_an_engine_and_a_draft_are_options_with_a_save_and_without(
     ids=["model", "save", "origin", "host", "port"],
 )
 def test_what_cannot_be_used_is_said_in_a_line(
-    tmp_path: Path,
-    capsys: Shown,
-    caplog: Log,
-    more: tuple[str, ...],
-    told: str,
+    tmp_path: Path, capsys: Shown, caplog: Log, more: tuple[str, ...], told: str
 ) -> None:
     caplog.set_level(logging.INFO, "llmcache")  # the command sets this level; caplog restores it
     (tmp_path / "file").touch()

@@ -105,13 +105,7 @@ def test_what_cannot_be_served_is_told(models: Path, tmp_path: Path) -> None:
     [(5, False, 2, True), (5, False, 5, False), (77, False, 2, True), (5, True, 2, False), (64, False, 2, False)],
 )
 def test_a_dense_of_labels_without_their_names_is_told(
-    models: Path,
-    tmp_path: Path,
-    width: int,
-    is_normalised: bool,
-    n_labels: int,
-    is_told: bool,
-    caplog: Log,
+    models: Path, tmp_path: Path, width: int, is_normalised: bool, n_labels: int, is_told: bool, caplog: Log
 ) -> None:
     folder = _made(models, tmp_path, [Pooling(32), Dense(32, width), *([Normalize()] if is_normalised else [])])
     _edit(folder / "config.json", id2label={str(one): f"label {one}" for one in range(n_labels)})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from judge import archive
 from judge.verdict import Finding, find, read_allowed, table
@@ -15,6 +16,8 @@ HERE = Path(__file__).resolve().parents[1]
 ROOT = HERE.parents[1]
 WAYS = ("off", "cold", "hit")
 TIMEOUT_S = 1800
+N_PROCESSES = 2
+RESULTS = archive.ARCHIVES / "results"
 
 SENTENCES = "sentences"
 # Our test classes, of which `t5` runs `t5_encoder` too; a checkout's folders have the same names.
@@ -48,21 +51,18 @@ def main() -> int:
     """Run the command; return the exit status."""
     asked = _read_arguments()
     families = (asked.families or ALL).split(",")
-    results = Path(asked.results)
-    results.mkdir(parents=True, exist_ok=True)
-    if not asked.read:
-        if not asked.transformers:
-            archive.fetch("transformers")
-        _run_all(families, asked, results)
-    return _judge(families, results, is_whole=not asked.families)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    if not asked.transformers:
+        archive.fetch("transformers")
+    with ThreadPoolExecutor(N_PROCESSES) as pool:
+        list(pool.map(lambda one: _run(*one, asked), [(family, way) for family in families for way in WAYS]))
+        list(pool.map(lambda family: _run_twice(family, asked), families))
+    return _judge(families, is_whole=not asked.families)
 
 
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m judge", description="Run other people's tests on wrapped models.")
     parser.add_argument("--families", default="", help=f"some only, of {ALL}")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--results", default=str(archive.ARCHIVES / "results"), help="folder of what was found")
-    parser.add_argument("--read", action="store_true", help="judge what lies there, run nothing")
     parser.add_argument(
         "--transformers", default="", help="a checkout with its own tests, in place of the archive and our classes"
     )
@@ -73,15 +73,8 @@ def _read_arguments() -> argparse.Namespace:
     return asked
 
 
-def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> None:
-    """Run every family in every way, then tests that only the cache breaks in way `twice`."""
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        list(pool.map(lambda one: _run(*one, asked, results), [(f, w) for f in families for w in WAYS]))
-        list(pool.map(lambda family: _run_twice(family, asked, results), families))
-
-
-def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: list[str] | None = None) -> None:
-    out = results / f"{family}-{way}.json"
+def _run(family: str, way: str, asked: argparse.Namespace, only: list[str] | None = None) -> None:
+    out, log = (RESULTS / f"{family}-{way}.{kind}" for kind in ("json", "log"))
     out.unlink(missing_ok=True)
     where, targets = _targets(family, asked)
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(HERE / "outside.ini"), "-p", "judge.plugin"]
@@ -98,13 +91,16 @@ def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: 
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHDYNAMO_DISABLE": "1",  # generate() with a static cache would compile, for minutes
     }
-    with (results / f"{family}-{way}.log").open("w") as log:
+    with log.open("w") as told:
         try:
             command += ["--rootdir=.", *targets, "-k", chosen]
-            subprocess.run(command, cwd=where, env=environment, stdout=log, stderr=log, check=False, timeout=TIMEOUT_S)
+            subprocess.run(
+                command, cwd=where, env=environment, stdout=told, stderr=told, check=False, timeout=TIMEOUT_S
+            )
         except subprocess.TimeoutExpired:
             print(f"{family}: way {way} took more than {TIMEOUT_S} s", flush=True)
-    print(f"{family} {way}: {_last_line(results / f'{family}-{way}.log')}", flush=True)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    print(f"{family} {way}: {lines[-1] if lines else 'no output'}", flush=True)
 
 
 def _targets(family: str, asked: argparse.Namespace) -> tuple[Path, list[str]]:
@@ -120,36 +116,31 @@ def _targets(family: str, asked: argparse.Namespace) -> tuple[Path, list[str]]:
     return HERE, ["--noconftest", *(f"families.py::{name}" for name in classes)]
 
 
-def _run_twice(family: str, asked: argparse.Namespace, results: Path) -> None:
+def _run_twice(family: str, asked: argparse.Namespace) -> None:
     """Run tests that the cache breaks unwrapped, with every call made twice: those that fail only count calls."""
-    read = _read(family, results)
+    read = _read(family)
     if "off" not in read or "hit" not in read:
         return
     hit = read["hit"]["outcomes"]
     changed = [t for t, o in read["off"]["outcomes"].items() if o == "passed" and hit.get(t) != "passed"]
     if changed:
-        _run(family, "twice", asked, results, [test.split("::")[-1].split("[")[0] for test in changed])
+        _run(family, "twice", asked, [test.split("::")[-1].split("[")[0] for test in changed])
 
 
-def _read(family: str, results: Path) -> dict[str, dict[str, object]]:
-    files = {way: results / f"{family}-{way}.json" for way in (*WAYS, "twice")}
+def _read(family: str) -> dict[str, dict[str, Any]]:
+    files = {way: RESULTS / f"{family}-{way}.json" for way in (*WAYS, "twice")}
     return {way: json.loads(file.read_text(encoding="utf-8")) for way, file in files.items() if file.is_file()}
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
-
-
-def _judge(families: list[str], results: Path, is_whole: bool) -> int:
+def _judge(families: list[str], is_whole: bool) -> int:
     allowed = read_allowed(HERE / "allowed.toml")
     findings: list[Finding] = []
     trouble: list[str] = []
     for family in families:
-        read = _read(family, results)
+        read = _read(family)
         missing = [way for way in WAYS if way not in read or not read[way]["outcomes"]]
         if missing:
-            trouble.append(f"{family}: no results of way {', '.join(missing)}; see {results}")
+            trouble.append(f"{family}: no results of way {', '.join(missing)}; see {RESULTS}")
             continue
         print("\n" + table(family, read))
         findings += find(family, read)
