@@ -4,6 +4,7 @@ The bank alone evicts entries. Stored tensors are never written to: serving copi
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -86,22 +87,20 @@ class Bank:
             purges: Shared by the parts of one wrapped model; None: its own.
         """
         self.max_bytes = max_bytes
-        self.max_entries = max_entries
+        self.max_entries = math.inf if max_entries is None else max_entries
         self.purges = purges or Purges()
+        self.nbytes = self.n_evicted = self.n_expelled = 0
         self._shares = Shares(make_policy)
         self._entries: dict[str, Entry] = {}
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
         kind = type(make_policy())
-        self.expires = kind.expired is not Policy.expired
-        self.heeds_costs = kind.on_cost is not Policy.on_cost
-        self.nbytes = 0
-        self.n_evicted = 0
-        self.n_expelled = 0
+        self._expires = kind.expired is not Policy.expired
+        self._heeds_costs = kind.on_cost is not Policy.on_cost
         self._trimmer = Trimmer()
         self._n_hits = self._n_unused = 0  # entries that were hit; entries evicted without a hit
         self._has_warned = False
         self._on_leave: list[Callable[[str], object]] = []
-        self._make_way = make_way
+        self._make_way = make_way or (lambda: None)
         self._pinned: set[str] = set()  # removed only by `clear` and `forget`; unknown to the policy
         self._pinned_nbytes = 0
 
@@ -118,13 +117,12 @@ class Bank:
     def find(self, rows: Sequence[Row]) -> list[Entry | None]:
         """Return the entry of each row, or None, and tell the policy of the hits."""
         with self._lock:
-            if self.expires:
+            if self._expires:
                 self._expire()
-            held, found = self._entries, []
-            for row in rows:
-                if (entry := held.get(row.key)) is not None:
+            found = [self._entries.get(row.key) for row in rows]
+            for entry in found:
+                if entry is not None:
                     self._record_hit(entry)
-                found.append(entry)
             return found
 
     def used(self, keys: Iterable[str]) -> None:
@@ -138,7 +136,7 @@ class Bank:
         """Store entries that are not evicted until `release`. Return False, and store none, if they do not fit."""
         with self._lock:
             nbytes = sum(entry.nbytes for entry in entries)
-            if nbytes > self.max_bytes or (self.max_entries is not None and len(entries) > self.max_entries):
+            if nbytes > self.max_bytes or len(entries) > self.max_entries:
                 return False
             for entry in entries:
                 self._remove(entry.key)
@@ -149,8 +147,7 @@ class Bank:
             self._pinned |= {entry.key for entry in entries}
             self._pinned_nbytes += nbytes
             self.nbytes += nbytes
-        if self._make_way is not None:
-            self._make_way()
+        self._make_way()
         return True
 
     def release(self) -> None:
@@ -180,8 +177,7 @@ class Bank:
                 is_gone = is_purged and not self.purges.is_current(namespace, entry.key, generation)
                 if is_gone or entry.key in self._pinned:
                     continue
-                has_room = self.max_entries is None or len(self._pinned) < self.max_entries
-                if entry.nbytes > self.max_bytes - self._pinned_nbytes or not has_room:
+                if entry.nbytes > self.max_bytes - self._pinned_nbytes or len(self._pinned) >= self.max_entries:
                     n_too_large += 1
                     continue
                 self._remove(entry.key)
@@ -190,11 +186,10 @@ class Bank:
                 self.nbytes += entry.nbytes
                 self._admit(entry)
                 n_stored += 1
-                if cost is not None and self.heeds_costs:
+                if cost is not None and self._heeds_costs:
                     self._shares.policies[namespace].on_cost(entry.key, cost)
         self._trimmer.stored(n_stored, len(self))
-        if self._make_way is not None:
-            self._make_way()
+        self._make_way()
         return n_too_large
 
     def namespaces(self) -> list[str]:
@@ -218,7 +213,7 @@ class Bank:
     def entries(self) -> list[Entry]:
         """Return a snapshot of all entries, oldest first."""
         with self._lock:
-            if self.expires:
+            if self._expires:
                 self._expire()
             return list(self._entries.values())
 
@@ -239,14 +234,10 @@ class Bank:
     # -- eviction ------------------------------------------------------------------------------------------------------
 
     def _make_room(self, namespace: str, nbytes: int, n_entries: int = 1) -> None:
-        while self._is_full(self.nbytes + nbytes > self.max_bytes):
+        while self.nbytes + nbytes > self.max_bytes and len(self._entries) > len(self._pinned):
             self._evict(self._shares.victim(namespace, nbytes))
-        most = self.max_entries
-        while self._is_full(most is not None and len(self._entries) + n_entries > most):
+        while len(self._entries) + n_entries > self.max_entries and len(self._entries) > len(self._pinned):
             self._evict(self._shares.victim_by_number(namespace))
-
-    def _is_full(self, is_over: bool) -> bool:
-        return is_over and len(self._entries) > len(self._pinned)
 
     def _evict(self, key: str) -> None:
         self._n_unused += not self._entries[key].was_hit
@@ -263,9 +254,7 @@ class Bank:
             )
 
     def _expire(self) -> None:
-        for key in self._shares.expired():
-            self._drop(key)
-            self.n_expelled += 1
+        self.n_expelled += self._drop_all(self._shares.expired())
 
     def _record_hit(self, entry: Entry) -> None:
         if entry.key not in self._pinned:

@@ -335,6 +335,18 @@ def _recognise(module: nn.Module) -> Adapter | None:
     return None
 
 
+def find_reason_of_layers(trunk: Trunk) -> str | None:
+    """Return why a call bypasses the wrapped layers, a key of `bypass.CURES`; None if the trunk runs them in order."""
+    if any(layer._compiled_call_impl for layer in trunk.layers):
+        return "compiled_layers"
+    try:
+        held = _follow(trunk.module, trunk.adapter.layers)
+        is_intact = tuple(held) == trunk.layers and all("forward" in vars(layer) for layer in trunk.layers)
+    except (AttributeError, TypeError):
+        is_intact = False
+    return None if is_intact else "other_layers"
+
+
 def unpack(output: Any) -> Tensor:
     """Return the hidden states (B, T, D) of a layer's output: a tensor, or a tuple or list that begins with it."""
     hidden: Tensor = output[0] if isinstance(output, tuple | list) else output

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache.models.hashing import content, describe, digests, inner_tensors, is_installed, unique_name
+from llmcache.models.hashing import content, describe, digests, inner_tensors, is_installed, tensors_in, unique_name
 from llmcache.models.hooks import Swap
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # torch's own attributes, which are read elsewhere
@@ -296,7 +296,7 @@ class Attributes:
         if "torch.classes.quantized." not in str(packed._type()):  # other types may change undetected
             self.unseen = self.unseen or path
             return
-        for number, tensor in enumerate(_tensors_of(packed.__getstate__())):
+        for number, tensor in enumerate(tensors_in(packed.__getstate__())):
             if tensor.ndim > 1:
                 self.facts.append(f"{path}.{number}={digests([tensor])[0]}")
             else:
@@ -348,11 +348,3 @@ def _is_class_forward(module: nn.Module, forward: Any) -> bool:
     while isinstance(forward, Swap):  # a sentence-transformers model has two
         forward = forward.original
     return getattr(forward, "__func__", None) is type(module).forward
-
-
-def _tensors_of(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, list | tuple):
-        for part in state:
-            yield from _tensors_of(part)

@@ -42,6 +42,15 @@ def inner_tensors(tensor: Any) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(part)
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor's values, address and version can be read."""
     if nn.parameter.is_lazy(tensor):

@@ -25,6 +25,7 @@ from llmcache.errors import UnsafeReuseError
 from llmcache.models.adapters import Trunk, device_of, is_from, special_ids, vocabulary_size
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
+from llmcache.models.hashing import tensors_in
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.packing import PAYLOADS, Payload, head_reads_padding
@@ -281,7 +282,7 @@ def _is_enough(
 def _outputs_of(trial: nn.Module, call: Mapping[str, Tensor]) -> list[Tensor]:
     """Return all tensors of a model's output; sentence-transformers models take one dict of arguments."""
     is_one = "input_ids" not in Arguments(trial.forward).names and is_from(trial, "sentence_transformers")
-    return list(_tensors_of(trial(dict(call)) if is_one else trial(**call)))
+    return list(tensors_in(trial(dict(call)) if is_one else trial(**call)))
 
 
 def _calls(trunk: Trunk, takes_choices: bool, pad_id: int | None) -> Iterator[dict[str, Tensor]]:
@@ -296,14 +297,6 @@ def _calls(trunk: Trunk, takes_choices: bool, pad_id: int | None) -> Iterator[di
         for rows, masks in ((row[None], mask[None]), (torch.stack([full, row]), torch.stack([mask | 1, mask]))):
             call = {"input_ids": rows, "attention_mask": masks}
             yield {name: value[None] if takes_choices else value for name, value in call.items()}
-
-
-def _tensors_of(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_of(value)
 
 
 def _settings_of(part: nn.Module) -> list[str]:

@@ -1,13 +1,12 @@
 """The only file that assigns `module.forward`.
 
-Native hooks cannot skip a layer, so each layer's forward is swapped once. The trunk's forward is swapped as well, not
-hooked: some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs no native hook. Removal is in
-reverse order and restores each module's `__dict__` exactly, including an earlier foreign wrapper (accelerate's, say).
+Native hooks cannot skip a layer, and some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs none.
+Removal is in reverse order and restores each module's `__dict__` exactly, including an earlier foreign wrapper
+(accelerate's, say).
 
-Copies, pickles and DataParallel's replicas of a module must not contain our swaps: a copied swap would call the
-original module. Each copy shares the module's `__dict__`, so a swapped module also gets its own `__reduce_ex__` and
-`_replicate_for_data_parallel`. Python and torch look these up on the module before its class, and ours leave out the
-swaps and hooks.
+Copies, pickles and DataParallel's replicas of a module must not contain our swaps, which would call the original
+module. So a swapped module also gets its own `__reduce_ex__` and `_replicate_for_data_parallel`, which leave out swaps
+and hooks. Python and torch look these up on the module before its class.
 """
 
 import copy
@@ -16,8 +15,6 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -41,21 +38,6 @@ class Listener(Protocol):
     @property
     def last(self) -> Sequence[Any]:
         """The outcome of each row of this thread's last call."""
-
-
-class Watcher(Listener, Protocol):
-    """A listener that replaces a trunk's forward and shows its calls to an observer."""
-
-    is_retired: bool
-    #: During the whole model's forward: the closed trunk calls. Else None.
-    seen: ContextVar[list[Any] | None]
-    #: That forward's arguments that its trunk does not take by name: labels, say.
-    beside: ContextVar[Sequence[Any]]
-    arguments: Arguments  # of the trunk's forward
-    reuse: Any  # puts a draft's logits into outputs, and observes calls
-
-    def withdraw(self, call: Any) -> None:
-        """Cancel what waits for the answer of a call whose model raised."""
 
 
 class _Override:
@@ -159,7 +141,7 @@ class Swap(_Override):
     is_of_trunk = False
 
     def __init__(self, module: nn.Module, listener: Listener) -> None:
-        """Replace the forward of a trunk, a layer, a head or a whole model; `listener` receives the calls."""
+        """Replace a module's forward; `listener` receives the calls."""
         super().__init__(module)
         self._original: Callable[..., Any] = module.forward
         self.had_own_forward = "forward" in module.__dict__
@@ -188,11 +170,7 @@ class Swap(_Override):
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Restore the module's forward.
-
-        Raises:
-            WrapError: A foreign forward was put on top meanwhile.
-        """
+        """Restore the module's forward; raise `WrapError` if a foreign one was put on top meanwhile."""
         forward = self.module.__dict__.get("forward")
         if forward is not None and getattr(forward, "__func__", forward) is self:
             if self.had_own_forward:
@@ -235,7 +213,7 @@ class HeadSwap(Swap):
     """Replaces a language-model head's forward: reports how many of the last columns it reads."""
 
     def __init__(self, module: nn.Module, listener: Listener, reads_last: Callable[[int | None], object]) -> None:
-        """Replace the forward; `reads_last` takes the number (None: maybe all), and after the head has run None."""
+        """Replace the forward; `reads_last` takes the number (None: maybe all), and None after the head has run."""
         super().__init__(module, listener)
         self._reads_last = reads_last
 
@@ -251,16 +229,15 @@ class HeadSwap(Swap):
 class ModelForward(Swap):
     """Replaces the whole model's forward: puts a draft's logits into its output, and shows that to the observer."""
 
-    def __init__(self, model: nn.Module, forward: Watcher) -> None:
-        """Replace the model's forward; `forward` replaces its trunk's."""
-        super().__init__(model, forward)
-        self._forward = forward
+    listener: Any  # the cached forward of the model's trunk
+
+    def __init__(self, model: nn.Module, listener: Any) -> None:
+        super().__init__(model, listener)
         #: None: it takes one dict, of which its head reads nothing else.
-        self._of_trunk = None if takes_dict(model) else {*forward.arguments.names, "return_dict"}
+        self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output, and show it to the observer."""
-        forward = self._forward
+        forward = self.listener
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         calls: list[Any] = []
@@ -300,56 +277,48 @@ class ModelForward(Swap):
 class _OutputHook:
     """Passes a module's output to `receive`; in a copy of the module it does nothing."""
 
-    def __init__(self, receive: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, receive: Callable[[Any], Any] = lambda output: None) -> None:
         self._receive = receive
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._receive is None else self._receive(output)
+        return self._receive(output)
 
     def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
         return _OutputHook, ()
 
 
 class Installed:
-    """The swaps and hooks on a model, and how to remove them."""
+    """The swaps and hooks on a model: a function that removes each."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._removals: list[Callable[[], None]] = []
 
     def add(self, remove: Callable[[], None]) -> None:
-        """Add a function that removes one swap or hook."""
         self._removals.append(remove)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no swap or hook is left on the model."""
         return not self._removals
 
     def remove(self) -> None:
-        """Remove everything, last first. What cannot be removed now is tried again at the next call.
-
-        Raises:
-            WrapError: A foreign wrapper lies on top of a swap; everything else was removed.
-        """
-        left: list[Callable[[], None]] = []
-        trouble: WrapError | None = None
+        """Remove everything, last first; raise `WrapError` if foreign wrappers lie on top of swaps, which then stay."""
+        stuck: list[Callable[[], None]] = []
+        errors: list[WrapError] = []
         for remove in reversed(self._removals):
             try:
                 remove()
             except WrapError as error:
-                left.insert(0, remove)
-                trouble = trouble or error
-        self._removals = left
-        if trouble is not None:
-            raise trouble
+                stuck.insert(0, remove)
+                errors.append(error)
+        self._removals = stuck
+        if errors:
+            raise errors[0]
 
 
 def plain_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a module's forward as it is without a cache."""
-    forward: Callable[..., Any] = module.forward
-    while isinstance(forward, Swap):  # a sentence-transformers model has two
-        forward = forward.original
+    swaps = _swaps_of(module.forward)
+    forward: Callable[..., Any] = swaps[-1].original if swaps else module.forward
     return forward
 
 
@@ -368,12 +337,9 @@ def are_hooked(modules: Sequence[nn.Module], only_before: bool = False) -> bool:
     """Whether one of these modules has a foreign hook, or all modules have global ones; `only_before`: pre-hooks."""
     if _every_module._global_forward_pre_hooks or (_every_module._global_forward_hooks and not only_before):
         return True
-    if not modules:
-        return False
-    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
-    before = (hook for one in hooked for hook in one._forward_pre_hooks.values())
-    after = () if only_before else (hook for one in hooked for hook in one._forward_hooks.values())
-    hooks = chain(before, after)
+    hooks = [hook for one in modules if one._forward_pre_hooks for hook in one._forward_pre_hooks.values()]
+    if not only_before:
+        hooks += [hook for one in modules if one._forward_hooks for hook in one._forward_hooks.values()]
     return not all(_is_ours(hook) or _is_of_weights(hook) or _is_idle_capture(hook) for hook in hooks)
 
 
@@ -383,10 +349,7 @@ def _is_of_weights(hook: Callable[..., Any]) -> bool:
 
 
 def _is_idle_capture(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is transformers' own and captures nothing: once hidden states were requested, it stays for good.
-
-    What the trunk must capture shows in its arguments; this hook serves a model around it.
-    """
+    """Whether a hook is transformers' own and captures nothing: it stays for good once hidden states were requested."""
     if getattr(hook, "__module__", None) != _CAPTURING:
         return False
     collector = getattr(sys.modules[_CAPTURING], "_active_collector", None)

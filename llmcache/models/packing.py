@@ -1,8 +1,7 @@
 """Takes a trunk's output apart into rows to keep, and makes outputs of kept rows.
 
 A trunk returns a `ModelOutput`, a tuple, a list or a tensor. Each tensor in it has one row per request: hidden states
-(B, T, D), of which the payload keeps what the head reads, or anything else (B, ...), which is kept as it is. The form
-of an output is learned from one that the trunk returned.
+(B, T, D), of which the payload keeps what the head reads, or anything else (B, ...), which is kept as it is.
 
 A pooled head reads one vector, so the payloads `cls`, `last` and `mean` keep one row whatever the length; such an entry
 fits any request. `sequence` keeps every valid token and fits only rows with as many. Tokens that are not valid come
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as fields_of
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,9 +164,8 @@ def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], *pa
 
 
 def cosine_distance(x: Tensor, y: Tensor) -> float:
-    """Return the mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices.
+    """Return the mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D); 2 if a value is not finite.
 
-    A row of zeros is at 1 from any row. If a value is not finite, the distance is 2, as such states match nothing.
     Computed on the host, as some devices lack float64.
     """
     cosine = torch.nn.functional.cosine_similarity(x.cpu().double(), y.cpu().double(), dim=-1)
@@ -180,12 +178,6 @@ def padding_of(valid: Positions, n_tokens: int) -> NDArray[np.int64]:
     is_padding = np.ones(n_tokens, np.bool_)
     is_padding[valid] = False
     return np.flatnonzero(is_padding)
-
-
-def place_padding(padding: Tensor | None, hidden: Tensor, valid: Positions) -> None:
-    """Write the states (T - n, D) of padding, if known, into hidden states (T, D)."""
-    if padding is not None:
-        hidden[_index(padding_of(valid, len(hidden)), hidden)] = padding.to(hidden.device)
 
 
 def _index(valid: Positions, like: Tensor) -> slice | Tensor:
@@ -202,33 +194,20 @@ class Field:
     dtype: torch.dtype
 
 
-class Kept(Protocol):
-    """The kept tensors of a row with a hit."""
-
-    fields: Fields
-    padding: Fields  # for each field of states, the states of padding; empty if not kept
-
-
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The form of a trunk's output for calls of one kind.
+    """The form of a trunk's output for calls of one kind, learned from an output."""
 
-    Attributes:
-        kind: Its class.
-        fields: Its tensors, in order.
-        payload: Chooses what is kept of hidden states.
-    """
-
-    kind: type
-    fields: tuple[Field, ...]
-    payload: Payload
+    kind: type  # its class
+    fields: tuple[Field, ...]  # its tensors, in order
+    payload: Payload  # chooses what is kept of hidden states
 
     @classmethod
     def learn(cls, output: Any, n_rows: int, n_tokens: int, payload: Payload) -> "Packing | None":
         """Return the form of an output for (B, T) tokens; None if it cannot be stored by rows.
 
-        It cannot if a part is not a tensor with one row per request, if states (B, T, D) do not come first, or if a
-        pooled payload could not restore a part for another length.
+        Then a part is not a tensor with one row per request, states (B, T, D) do not come first, or a pooled payload
+        could not restore a part for another length.
         """
         fields: list[Field] = []
         for name, value in parts_of(output).items():
@@ -236,10 +215,10 @@ class Packing:
                 return None
             is_states = payload.has_states and value.ndim == 3 and value.shape[1] == n_tokens
             is_first = not fields  # hidden states come first in tuples
-            if (name == STATES or is_first) and not is_states and payload.has_states:
+            if payload.has_states and not is_states and (name == STATES or is_first):
                 return None
-            is_of_length = is_states or name not in (1, *_NAMED)  # it may depend on the length
-            if is_of_length and payload.fits_any_length and payload.has_states and not is_first:
+            may_be_of_length = is_states or name not in (1, *_NAMED)
+            if payload.has_states and payload.fits_any_length and may_be_of_length and not is_first:
                 return None
             fields.append(Field(name, is_states, tuple(value.shape[2:] if is_states else value.shape[1:]), value.dtype))
         return cls(type(output), tuple(fields), payload) if fields else None
@@ -256,22 +235,17 @@ class Packing:
         kind = type_of(name)
         if kind is None or not (kind in (tuple, list, Tensor) or issubclass(kind, ModelOutput)):
             return None
-        made = (Field(name, is_states, tuple(shape), getattr(torch, dtype)) for name, is_states, shape, dtype in fields)
-        return cls(kind, tuple(made), payload)
+        read = (Field(name, is_states, tuple(shape), getattr(torch, dtype)) for name, is_states, shape, dtype in fields)
+        return cls(kind, tuple(read), payload)
 
     def fits(self, output: Any, n_rows: int, n_tokens: int) -> bool:
         """Whether an output for (B, T) tokens has this form."""
         parts = parts_of(output)
-        if type(output) is not self.kind or len(parts) != len(self.fields):
+        if type(output) is not self.kind or [*parts] != [field.name for field in self.fields]:
             return False
-        for field, (name, value) in zip(self.fields, parts.items(), strict=True):
+        for field, value in zip(self.fields, parts.values(), strict=True):
             shape = (n_rows, n_tokens, *field.shape) if field.is_states else (n_rows, *field.shape)
-            if (
-                name != field.name
-                or not isinstance(value, Tensor)
-                or value.shape != shape
-                or value.dtype != field.dtype
-            ):
+            if not isinstance(value, Tensor) or value.shape != shape or value.dtype != field.dtype:
                 return False
         return True
 
@@ -290,8 +264,7 @@ class Packing:
     ) -> tuple[Fields, Fields]:
         """Copy the tensors to keep of one request, row `place` of the trunk's output, to `device`.
 
-        Returns:
-            One tensor for each field; and, for each field of states, the states (T - n, D) of padding, () if not kept.
+        Return a tensor for each field, and for each field of states the states (T - n, D) of padding, () if not kept.
         """
         fields: list[Tensor] = []
         padding: list[Tensor] = []
@@ -309,23 +282,20 @@ class Packing:
         self,
         valid: Sequence[Positions],
         n_tokens: int,
-        kept: Mapping[int, Kept],
+        kept: Mapping[int, Any],
         output: Any,
         places: Mapping[int, int],
         device: torch.device,
     ) -> Any:
-        """Return the output of a call, joined from hits and computed rows.
+        """Return the output of a call of (B, T) tokens, in new tensors on its device, from hits and computed rows.
 
         Args:
             valid: The valid positions of each row of the call.
             n_tokens: T.
-            kept: The kept tensors of the rows with a hit, by row number.
+            kept: The hits by row number, each with `fields` and `padding` as of `take`.
             output: The trunk's output for the other rows; None: every row has a hit.
             places: The index in `output` of each row without a hit, by row number. Equal rows may share one.
             device: Of the call's tensors.
-
-        Returns:
-            An output of the trunk's type, its rows in the order of the call, in new tensors.
         """
         served = [number for number in range(len(valid)) if number in kept]
         valid_of_served = [valid[number] for number in served]
@@ -348,7 +318,7 @@ class Packing:
                 whole = self.payload.place(own, valid_of_served, n_tokens)
                 for row, number in zip(whole, served, strict=True):
                     if padding := kept[number].padding:
-                        place_padding(padding[n_states], row, valid[number])
+                        row[_index(padding_of(valid[number], n_tokens), row)] = padding[n_states].to(device)
                 n_states += 1
             else:
                 whole = torch.stack([*own])
@@ -362,15 +332,14 @@ class Packing:
 
 def make_output(kind: type, values: Mapping[str, Tensor]) -> Any:
     """Return a model output with these fields; its other fields are None."""
-    defaults = _defaults_of(kind)
-    if defaults is None:
+    if (defaults := _defaults_of(kind)) is None:
         return kind(**values)
     # The same as its constructor, which loops over all fields of the class for each of them.
-    made: Any = OrderedDict.__new__(kind)
-    vars(made).update(defaults, **values)
+    output: Any = OrderedDict.__new__(kind)
+    vars(output).update(defaults, **values)
     for name, value in values.items():
-        OrderedDict.__setitem__(made, name, value)
-    return made
+        OrderedDict.__setitem__(output, name, value)
+    return output
 
 
 @lru_cache(maxsize=64)

@@ -26,6 +26,7 @@ _MODES: dict[str, Kept] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _HEEDING = re.compile("((cls|max|mean|mean_sqrt_len_tokens|weightedmean|lasttoken)(_|$))+")  # modes that heed the mask
 #: Poolings that read the states of valid tokens alone, by model.
 _POOLINGS = {"SentenceTransformer": "Pooling", "SparseEncoder": "SpladePooling"}
+_OPERATORS = ("eq", "ne", "or", "ror", "ior")  # of dicts that read all values
 Compute = Callable[[], Any]
 
 
@@ -133,24 +134,16 @@ class Features(dict[str, Any]):
 
     def _fill(self) -> None:
         """Compute the states, unless they were computed or replaced."""
-        if (compute := self._compute) is not None:
-            super().__setitem__(_TOKENS, compute())
+        if self._compute is not None:
+            super().__setitem__(_TOKENS, self._compute())
             self._compute = None  # not earlier: if it raises, the states are still missing
-
-    def __getitem__(self, key: str) -> Any:
-        if key == _TOKENS:
-            self._fill()
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == _TOKENS:
             self._compute = None
         super().__setitem__(key, value)
 
-    def __iter__(self) -> Iterator[str]:  # overridden so that dict() reads each value by `__getitem__`
+    def __iter__(self) -> Iterator[str]:  # overridden so that dict() reads each value by our `__getitem__`
         return super().__iter__()
 
     def __reduce__(self) -> Any:
@@ -169,29 +162,17 @@ def _filled(name: str, is_of_one_key: bool) -> Callable[..., Any]:
     return run
 
 
-_OF_ONE_KEY = ("pop", "setdefault", "__delitem__")
-_OF_ALL_KEYS = (
-    "items",
-    "values",
-    "copy",
-    "popitem",
-    "update",
-    "clear",
-    "__eq__",
-    "__ne__",
-    "__or__",
-    "__ror__",
-    "__ior__",
-)
-for _name in (*_OF_ONE_KEY, *_OF_ALL_KEYS):
-    setattr(Features, _name, _filled(_name, _name in _OF_ONE_KEY))
+for _name in ("__getitem__", "get", "pop", "setdefault", "__delitem__"):
+    setattr(Features, _name, _filled(_name, is_of_one_key=True))
+for _name in ("items", "values", "copy", "popitem", "update", "clear", *(f"__{one}__" for one in _OPERATORS)):
+    setattr(Features, _name, _filled(_name, is_of_one_key=False))
 
 
 class SentenceSwap(Swap):
     """Replaces a sentence-transformers model's forward: lets the trunk know that its states will be pooled."""
 
     def __init__(self, module: nn.Module, listener: Listener, pooled: ContextVar[list[Compute] | None]) -> None:
-        """Replace the forward; within it, the trunk appends to `pooled` a function that computes omitted states."""
+        """Replace the forward, within which the trunk appends to `pooled` a function that computes omitted states."""
         super().__init__(module, listener)
         self._pooled = pooled
 

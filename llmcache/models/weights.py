@@ -27,7 +27,8 @@ import threading
 import uuid
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -55,106 +56,82 @@ _STEADY = 64  # checks without an edit, after which a call may be opened without
 MAX_HELD_BYTES = 16 << 20  # of tensors that hold gradients and are hashed in each call: some 10 ms
 
 
+class Numbers(NamedTuple):
+    """The part of a snapshot that is compared by value."""
+
+    places: tuple[Any, ...]  # addresses of tensors, classes of modules
+    versions: tuple[int, ...]  # of tensors, and of those that wrap them
+    sizes: tuple[Any, ...]  # numbers of attributes; flags
+
+
+@dataclass(slots=True, eq=False)
 class Snapshot:
-    """A snapshot of a module that differs after any edit. Values of any type are compared by identity."""
+    """A snapshot of a module that differs after any edit; `held` and `settings` are compared by identity.
 
-    __slots__ = ("contents", "edits", "held", "numbers", "settings")
+    Both end with `_END`, so that neither can be a prefix of another.
+    """
 
-    def __init__(
-        self, numbers: tuple[Any, ...], held: tuple[Any, ...], settings: tuple[Any, ...], contents: tuple[Any, ...]
-    ) -> None:
-        """Take addresses, versions, classes and sizes; modules and tensors; settings; contents of containers.
-
-        `held` and `settings` end with `_END`, so that neither can be a prefix of another.
-        """
-        self.numbers = numbers
-        self.held = held
-        self.settings = settings
-        self.contents = contents
-        self.edits = (
-            0  # edits seen so far, even momentary ones: two snapshots with the same number have nothing in between
-        )
+    numbers: Numbers
+    held: tuple[Any, ...]  # modules and tensors
+    settings: tuple[Any, ...]
+    contents: tuple[Any, ...]  # of containers of settings, by value
+    edits: int = 0  # seen before it, even momentary ones: between two snapshots with the same number there was none
 
     def has_structure_of(self, other: "Snapshot") -> bool:
         """Whether all but settings and contents are equal."""
         return self.numbers == other.numbers and all(map(is_, self.held, other.held))
 
+    def is_alike(self, other: "Snapshot") -> bool:
+        """Whether all but numbers are equal."""
+        are_identical = all(map(is_, self.held, other.held)) and all(map(is_, self.settings, other.settings))
+        return are_identical and self.contents == other.contents
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Snapshot):
-            return NotImplemented
-        is_like = self.has_structure_of(other) and all(map(is_, self.settings, other.settings))
-        return is_like and self.contents == other.contents
+        return isinstance(other, Snapshot) and self.numbers == other.numbers and self.is_alike(other)
 
     def __hash__(self) -> int:
         return hash((self.numbers, self.contents, *map(id, self.settings)))
 
 
 class Look(NamedTuple):
-    """The weights at one moment.
-
-    Attributes:
-        digest: See `Weights.digest`.
-        snapshot: The snapshot of the digest; None if the digest is no longer the latest.
-        refusal: See `Weights.refusal`.
-        activated: See `Weights.activated`.
-        modules: The watched modules; another list whenever one of them is replaced.
-        is_made: False if the check was skipped and the latest digest is returned.
-    """
+    """The weights at one moment; see the properties of `Weights`."""
 
     digest: str
-    snapshot: Snapshot | None
+    snapshot: Snapshot | None  # None if the digest is no longer the latest
     refusal: str | None
     activated: Sequence[int | None] | None
-    modules: Sequence[nn.Module] = ()
-    is_made: bool = True
+    modules: Sequence[nn.Module] = ()  # the watched ones; another list whenever one of them is replaced
+    is_made: bool = True  # False if the check was skipped and the latest digest is returned
 
 
 class Weights:
     """Watches the weights and settings of one module. Thread-safe."""
 
     def __init__(self, module: nn.Module, without: nn.Module | None = None) -> None:
-        """Remember the module; nothing is read until `digest` is called.
+        """Remember the trunk, whose parameters alone decide its hidden states, or a model; `digest` reads it first.
 
-        Args:
-            module: The trunk, whose parameters alone decide its hidden states; or a whole model.
-            without: A part of `module` to leave out: a model without its trunk is the head. Numbers and strings do not
-                count then: a custom model may note in them what it did.
+        `without` is a part to leave out: a model without its trunk is the head. Numbers and strings do not count then:
+        a custom model may note in them what it did.
         """
-        self._module = module
-        self._without = without
-        self._lock = forkable(threading.Lock())
-        self._suspects_lock = forkable(threading.Lock())
-        self._found = Attributes({})
-        self._modules: list[nn.Module] = []
-        self._holders: list[ValuesView[Any]] = []
-        self._empty_holders: list[dict[str, Any]] = []
-        self._named: list[tuple[str, Tensor]] = []
-        self._tensors: list[Tensor] = []
-        self._pointers: list[Tensor] = []
-        self._outer: list[Tensor] = []
-        self._dropouts: list[dict[str, Any]] = []
-        self._tuners: list[Tuner] = []
-        self._left_out: list[str] = []
-        self._ties: list[str] = []  # other paths to a tensor or module, with the path it is named by
-        self._hooks: list[Any] = []  # of PEFT's layers
-        self._first_trainable: Tensor | None = None
+        self._module, self._without = module, without
+        self._lock, self._suspects_lock = forkable(threading.Lock()), forkable(threading.Lock())
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
-        self._samples = Samples()
         self._suspects: set[int] = set()
         self._trained: list[Tensor] = []  # they hold gradients: an optimizer step may follow at any time
         self._known: OrderedDict[Snapshot, tuple[str, str | None]] = OrderedDict()  # digest and refusal
         self._state: tuple[Snapshot | None, str] = (None, "")
         self._surveyed: Snapshot | None = None  # the snapshot of the latest survey; a known state needs none
         self._refusal: str | None = None
-        self._rewritten: set[int] = set()
         self._is_doubted = False  # until all tensors were hashed again: other threads wait for that
         self._n_unchanged = 0
+        self._samples = Samples()
+        self._tuners: list[Tuner] = []
+        self._watch({}, [])
 
     def digest(self, is_kept: bool = False) -> str:
         """Return the SHA-256 (hex) of names, types, tensors and settings, or a unique string if some cannot be read.
 
-        Args:
-            is_kept: The digest will outlive the process: check all samples, not those of one place.
+        If the digest will outlive the process (`is_kept`), all samples are checked, not those of one place.
         """
         self._n_unchanged += 1
         if self._is_stale(is_kept):
@@ -166,9 +143,8 @@ class Weights:
     def look(self, may_skip_check: bool = False) -> "Look":
         """Return what a call needs to know of the present weights.
 
-        Args:
-            may_skip_check: If nothing was edited for long, skip the check; see `Look.is_made`. Then call `stayed`
-                before a hit is served and after a miss has run.
+        With `may_skip_check` the check is skipped if nothing was edited for long (`Look.is_made`). Then call `stayed`
+        before a hit is served and after a miss has run.
         """
         if (self._suspects or self._trained) and self.is_trained:
             return Look("", None, "gradients_held", None)
@@ -206,15 +182,8 @@ class Weights:
 
     def differs_in_values(self, before: Snapshot) -> bool:
         """Whether nothing but tensor values, in place, was edited since a snapshot was taken."""
-        after, n = self.snapshot(), len(self._tensors)
-        rest = 2 * n + len(self._pointers) + len(self._modules)
-        before_numbers, after_numbers = before.numbers, after.numbers
-        if len(before_numbers) != len(after_numbers):
-            return False
-        is_alike = (
-            before_numbers[:n] == after_numbers[:n] and before_numbers[2 * n : rest] == after_numbers[2 * n : rest]
-        )
-        return is_alike and Snapshot(after_numbers, before.held, before.settings, before.contents) == after
+        after = self.snapshot()
+        return before.numbers.places == after.numbers.places and before.is_alike(after)
 
     def suspect(self) -> None:
         """Note that a forward with gradients ran, so that an optimizer may write the weights from now on."""
@@ -280,7 +249,7 @@ class Weights:
             numbers, held, settings, contents = self._current()
             return Snapshot(numbers, tuple(held), tuple(settings), contents)
         except _CHANGED:
-            return Snapshot((), (object(),), (), ())
+            return Snapshot(Numbers((), (), ()), (object(),), (), ())
 
     def _matches(self, snapshot: Snapshot) -> bool:
         """Whether `snapshot()` would equal this snapshot; it builds nothing, since it runs in each call."""
@@ -295,21 +264,17 @@ class Weights:
         except _CHANGED:
             return False
 
-    def _current(self) -> tuple[tuple[Any, ...], Iterator[Any], Iterator[Any], tuple[Any, ...]]:
+    def _current(self) -> tuple[Numbers, Iterator[Any], Iterator[Any], tuple[Any, ...]]:
         """Return the parts of a snapshot as of now; both iterators end with `_END`, see `Snapshot`."""
-        found, tensors = self._found, self._tensors
-        numbers = (
-            *map(Tensor.data_ptr, tensors),
-            *map(_VERSION, tensors),
-            *map(Tensor.data_ptr, self._pointers),
-            *map(type, self._modules),
-            *map(_VERSION, self._outer),
-            *map(len, found.spaces),
-            any(self._empty_holders),
-            self._first_trainable is None or self._first_trainable.requires_grad,  # PEFT freezes a model before writing
+        # PEFT freezes a model before it writes.
+        is_trainable = self._first_trainable is None or self._first_trainable.requires_grad
+        numbers = Numbers(
+            (*map(Tensor.data_ptr, self._tensors), *map(Tensor.data_ptr, self._pointers), *map(type, self._modules)),
+            (*map(_VERSION, self._tensors), *map(_VERSION, self._outer)),
+            (*map(len, self._found.spaces), any(self._empty_holders), is_trainable),
         )
-        settings, within, contents = found.state()
-        held = chain(*self._holders, map(_FORWARD, found.kinds), within, _END)
+        settings, within, contents = self._found.state()
+        held = chain(*self._holders, map(_FORWARD, self._found.kinds), within, _END)
         return numbers, held, chain(settings, _END), contents
 
     def _may_share_digest(self, before: Snapshot, after: Snapshot) -> bool:
@@ -318,13 +283,10 @@ class Weights:
         These are frequencies, which `longrope` rewrites in each call, mostly with the same values, and attributes that
         were added or removed: a swapped forward, say, or a note of transformers.
         """
-        if len(before.numbers) != len(after.numbers):
+        if before.numbers.places != after.numbers.places or not before.is_alike(after):
             return False
-        n = len(self._tensors)
-        spaces = 2 * n + len(self._pointers) + len(self._modules) + len(self._outer)  # index of the first size
-        changed = (i for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b)
-        is_known = all(i >= spaces or (n <= i < 2 * n and id(self._tensors[i - n]) in self._rewritten) for i in changed)
-        return is_known and Snapshot(after.numbers, before.held, before.settings, before.contents) == after
+        versions = zip((*self._tensors, *self._outer), before.numbers.versions, after.numbers.versions, strict=False)
+        return all(first == last or id(tensor) in self._rewritten for tensor, first, last in versions)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -382,11 +344,20 @@ class Weights:
 
     def _survey(self) -> None:
         """Collect the modules, dicts, settings and tensors to watch."""
-        other = self._without
-        left_out = [] if other is None else list(other.modules())
+        left_out = [] if self._without is None else list(self._without.modules())
         excluded = set(left_out)
         named = {name: part for name, part in self._module.named_modules() if part not in excluded}
-        self._found = Attributes(named, left_out, has_values=other is None)
+        self._watch(named, left_out)
+        place_of = {id(part): name for name, part in named.items()}
+        self._ties += [
+            f"{name}: is {place_of[id(part)]}"
+            for name, part in self._module.named_modules(remove_duplicate=False)
+            if place_of.get(id(part), name) != name
+        ]
+
+    def _watch(self, named: Mapping[str, nn.Module], left_out: Sequence[nn.Module]) -> None:
+        """Watch these modules, by path, and what is found in them but for modules that are left out."""
+        self._found = Attributes(named, left_out, has_values=self._without is None)
         parts = self._found.parts
         self._modules = list(parts.values())
         holders = [
@@ -400,11 +371,6 @@ class Weights:
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
         self._find_tuners()
         self._named = self._name_tensors()
-        place_of = {id(part): name for name, part in named.items()}
-        every = self._module.named_modules(remove_duplicate=False)
-        self._ties += [
-            f"{name}: is {place_of[id(part)]}" for name, part in every if place_of.get(id(part), name) != name
-        ]
         unwatched = {id(one) for one in self._found.tensors.values() if is_readable(one) and one.is_inference()}
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
@@ -435,6 +401,7 @@ class Weights:
             if id(tensor) not in outer and (id(tensor) not in named or place < named[id(tensor)][:2]):
                 named[id(tensor)] = (*place, tensor)
         place_of = {number: path for number, (_, path, _) in named.items()}
+        #: Other paths to a tensor or module, with the path it is named by.
         self._ties = [f"{path}: is {place_of[id(one)]}" for path, one in every if place_of.get(id(one), path) != path]
         return [(path, tensor) for _, path, tensor in named.values()]
 
@@ -443,7 +410,7 @@ class Weights:
         before = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         self._tuners = [Tuner(path, part) for path, part in self._found.parts.items() if is_tuner(part)]
         self._left_out = _shortest(chain.from_iterable(tuner.left_out for tuner in self._tuners))
-        self._hooks = [tuner.module._forward_pre_hooks for tuner in self._tuners]
+        self._hooks: list[Any] = [tuner.module._forward_pre_hooks for tuner in self._tuners]
         now = {(id(tuner.module), tuner.merged): tuner for tuner in self._tuners}
         if changed := before.keys() ^ now.keys():
             self._known.clear()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from llmcache.calls.wrapped import Wrapped
+from llmcache.models.adapters import find_reason_of_layers
 from llmcache.models.arguments import Arguments
-from llmcache.models.intact import find_reason_of_layers
 from llmcache.paper.bank import Kind
 from llmcache.paper.call import Call
 from llmcache.paper.fingerprints import Fingerprint, View

@@ -1,4 +1,4 @@
-"""What is read from a call, and told of it. Nothing here stores, evicts or decides.
+"""What is read from a call and reported of it. Nothing here stores, evicts or decides.
 
 arguments -> call_signatures   facts about all calls with arguments of the same form; the state of the trunk
           -> bypass            the reason, if any, why the call cannot use the cache

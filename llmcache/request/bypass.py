@@ -1,6 +1,6 @@
 """Reasons why a call bypasses the cache and is computed as without one, each with its cure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.fx import Proxy
 from torch.nn import Parameter
 
 from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.arguments import DECIDING
 from llmcache.models.model_config import setting
 
 CURES: dict[str, str] = {
@@ -98,30 +99,18 @@ MISSES: dict[str, str] = {
     "coupled": "rows of a call affect each other in this model, so only a repeat of the whole call is served",
 }
 
-_TENSORS = (Tensor, Parameter)
-
-#: Endings of class names of layers that keep K/V and nothing else.
-_OF_KV = ("DynamicLayer", "StaticLayer", "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "QuantizedLayer")
+#: Class names of layers that keep the K/V of all tokens as they are, and their endings if K/V is all that they keep.
+_OF_PLAIN_KV = ("DynamicLayer", "StaticLayer")
+_OF_KV = (*_OF_PLAIN_KV, "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "QuantizedLayer")
 _BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _PLAIN = (bool, int, float, str)
 
 # Arguments of a trunk that are part of the key, or that do not affect its hidden states.
 _KNOWN = frozenset(
-    [
-        "input_ids",
-        "attention_mask",
-        "token_type_ids",
-        "position_ids",
-        "past_key_values",
-        "use_cache",
-        "return_dict",
-        "inputs_embeds",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "cache_position",
-        "num_items_in_batch",
-        "logits_to_keep",
-    ]
+    (
+        *(*DECIDING, CACHE, "cache_position", "use_cache", "return_dict", "num_items_in_batch", "logits_to_keep"),
+        *("inputs_embeds", "encoder_hidden_states", "encoder_attention_mask"),
+    )
 )
 
 
@@ -138,12 +127,12 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
         return "cross_attention"
     if (kv_cache := arguments.get(CACHE)) is not None and int(kv_cache.get_seq_length()) > 0:
         return "decode"
-    shape = ids.shape if isinstance(ids, torch.Tensor) else ()
+    shape = ids.shape if isinstance(ids, Tensor) else ()
     for name in _BY_TOKEN:
         if (values := arguments.get(name)) is not None and not _are_by_token(values, shape):
             return "input_shape"
     mask = arguments.get("attention_mask")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != shape):
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != shape):
         return "mask_4d"
     for name, value in arguments.items():
         if name in _KNOWN or name in trunk.more_outputs:
@@ -168,11 +157,8 @@ def find_reason_of_kv(arguments: Mapping[str, Any], trunk: Trunk) -> str | None:
 def is_plain_cache(cache: Any) -> bool:
     """Whether K/V of skipped layers can be written to this cache: full attention, no quantising, no offloading."""
     layers = getattr(cache, "layers", None)
-    if layers is None or getattr(cache, "offloading", False):
-        return False
-    if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
-        return False
-    return all(type(layer).__name__ in ("DynamicLayer", "StaticLayer") for layer in layers)
+    is_known = type(cache).__name__ in ("DynamicCache", "StaticCache") and not getattr(cache, "offloading", False)
+    return is_known and layers is not None and all(type(one).__name__ in _OF_PLAIN_KV for one in layers)
 
 
 def find_reason_of_cache(cache: Any) -> str:
@@ -187,21 +173,17 @@ def find_reason_of_cache(cache: Any) -> str:
 
 def _are_by_token(values: Any, shape: Sequence[int]) -> bool:
     """Whether an argument holds one integer per token of ids (B, T). (RoPE also takes fractions and several axes.)"""
-    if not isinstance(values, torch.Tensor) or len(shape) != 2 or values.dtype.is_floating_point:
+    if not isinstance(values, Tensor) or len(shape) != 2 or values.dtype.is_floating_point:
         return False
-    return values.shape == shape or values.shape == (1, shape[1])
+    return values.shape in (shape, (1, shape[1]))
 
 
 def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and isinstance(value, _PLAIN) and value == default)
 
 
-def are_strange(values: Iterable[Any]) -> bool:
+def is_strange(value: Any) -> bool:
     """Whether an argument is a tensor subclass or proxy, which may override operations, or a CUDA graph captures it."""
-    return any(map(_is_strange, values))
-
-
-def _is_strange(value: Any) -> bool:
-    if type(value) in _TENSORS:
+    if type(value) in (Tensor, Parameter):
         return bool(value.is_cuda) and torch.cuda.is_current_stream_capturing()
     return isinstance(value, (Tensor, Proxy))

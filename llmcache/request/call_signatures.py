@@ -23,7 +23,7 @@ from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import flatten
 from llmcache.models.model_config import keys_of, setting
 from llmcache.models.weights import Look
-from llmcache.request.bypass import are_strange, find_reason_of, find_reason_of_kv
+from llmcache.request.bypass import find_reason_of, find_reason_of_kv, is_strange
 from llmcache.request.reading import RequestReader, Tables
 from llmcache.request.rows import Scope
 
@@ -114,14 +114,14 @@ class CallSignatures:
         signature, arguments, mask_4d = self.find(args, kwargs, state)
         if reason := signature.reason or state.reason:
             return reason
-        is_observed_anew = self._observed is not None and self._observed.has_changed(look.digest)
-        if is_observed_anew or (self._pooled is not None and self._pooled.has_changed()):
+        if self._observed is not None and self._observed.has_changed(look.digest):
+            return "other_pooling"
+        if self._pooled is not None and self._pooled.has_changed():
             return "other_pooling"
         n_hooks = RemovableHandle.next_id
         if n_hooks != state.n_hooks or any(state.hooks):
-            is_hooked = are_hooked(parts_of(self._trunk.module))
-            state.n_hooks = -1 if is_hooked else n_hooks
-            if is_hooked:  # a hit would not run them
+            state.n_hooks = -1 if are_hooked(parts_of(self._trunk.module)) else n_hooks
+            if state.n_hooks == -1:  # a hit would not run them
                 return "hooked"
         autocast = ""
         if torch._C._is_any_autocast_enabled():
@@ -188,7 +188,7 @@ class CallSignatures:
 
     def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> CallSignature:
         config = self._trunk.config
-        reason = "traced" if are_strange(arguments.values()) else None
+        reason = "traced" if any(map(is_strange, arguments.values())) else None
         reason = reason or find_reason_of(arguments, self._trunk, self._arguments.defaults)
         if reason is None and self.keeps_no_kv:
             reason = find_reason_of_kv(arguments, self._trunk)

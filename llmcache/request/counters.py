@@ -40,14 +40,9 @@ class Counters:
         self._clock = clock
         self._store_logged_s = -_LOG_EVERY_S
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
-        self._hits: Counter[str] = Counter()
-        self._bypassed: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
-        self._lookup_s = 0.0
-        self._computing_s = 0.0
-        self._storing_s = 0.0
+        self._hits, self._bypassed, self._totals, self._failures = (Counter[str]() for _ in range(4))
+        self._lookup_s = self._computing_s = self._storing_s = 0.0
         self._logged: set[str] = set() if model is None else _LOGGED.setdefault(model, set())
-        self._failures: Counter[str] = Counter()
         self._calls, self._recomputes = Share(), Share()
         self._has_failed = False  # a failure since the last call ended
         self._n_turns = 0
@@ -73,35 +68,39 @@ class Counters:
             is_first = reason not in self._logged
             self._logged.add(reason)
             has_turned = reason == "error" and self._end_call()
-        self._log_turn(has_turned)
+        if has_turned:
+            self._log_turn()
         if is_first:
             level = logging.DEBUG if reason in _WANTED else logging.WARNING
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
     def error(self, what: str, error: Exception, is_of_call: bool = True) -> None:
-        """Count a failure. For each kind the first, the 10th, the 100th and so on are logged with a traceback.
+        """Count a failure to do `what`, of the call under way or (not `is_of_call`) of background work.
 
-        Failures of a store have their cause elsewhere: they share one line a minute, without a traceback.
-
-        Args:
-            what: For the log: "llmcache failed to ...".
-            error: The exception.
-            is_of_call: The call under way counts as failed; false for background work.
+        For each kind the first, the 10th, the 100th and so on are logged with a traceback. Failures of a store have
+        their cause elsewhere: they share one line a minute, without a traceback.
         """
+        kind = f"{what}: {type(error).__name__}"
         with self._lock:
             self._has_failed |= is_of_call
-        self._count_failure(what, error)
+            self._totals["errors"] += 1
+            self._failures[kind] += 1
+            n, now, is_of_store = self._failures[kind], self._clock(), isinstance(error, StoreError)
+            if is_due := is_of_store and now - self._store_logged_s >= _LOG_EVERY_S:
+                self._store_logged_s = now
+        if is_due:
+            often = "" if n == 1 else f" ({n:,} times by now)"
+            logger.warning("llmcache failed to %s%s: %s; computing instead", what, often, error)
+        elif is_logged(n) and not is_of_store:
+            often = "" if n == 1 else f" for the {n:,}th time"
+            logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
 
     def guard(self, what: str) -> "Guard":
-        """Return a context manager that counts and suppresses a failure within its block, so that the call goes on.
-
-        Args:
-            what: For the log: "llmcache failed to ...".
-        """
+        """Return a context manager that counts and suppresses a failure to do `what` within it: the call goes on."""
         return Guard(self, what)
 
     def find_reason(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
-        """Return the bypass reason that `step(*args)` returns, or `error` if it raises; `what` is for the log."""
+        """Return the bypass reason that `step(*args)` returns, or `error` if it raises."""
         with Guard(self, what):
             return step(*args)
         return "error"
@@ -111,24 +110,7 @@ class Counters:
         with self._lock:
             self._recomputes.add(error is not None)
         if error is not None:
-            self._count_failure("audit a hit", error)
-
-    def _count_failure(self, what: str, error: Exception) -> None:
-        kind = f"{what}: {type(error).__name__}"
-        with self._lock:
-            self._totals["errors"] += 1
-            self._failures[kind] += 1
-            n = self._failures[kind]
-            is_of_store, now = isinstance(error, StoreError), self._clock()
-            is_due = is_of_store and now - self._store_logged_s >= _LOG_EVERY_S
-            if is_due:
-                self._store_logged_s = now
-        if is_due:
-            often = "" if n == 1 else f" ({n:,} times by now)"
-            logger.warning("llmcache failed to %s%s: %s; computing instead", what, often, error)
-        elif is_logged(n) and not is_of_store:
-            often = "" if n == 1 else f" for the {n:,}th time"
-            logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
+            self.error("audit a hit", error, is_of_call=False)
 
     def _end_call(self) -> bool:
         """Count a call as failed or not; return whether `is_failing` changed."""
@@ -137,9 +119,9 @@ class Counters:
         self._n_turns += has_turned and self._calls.is_large
         return has_turned
 
-    def _log_turn(self, has_turned: bool) -> None:
+    def _log_turn(self) -> None:
         """Log a change of `is_failing`, at the first, the 10th, the 100th time and so on."""
-        if not has_turned or not is_logged(self._n_turns):
+        if not is_logged(self._n_turns):
             return
         with self._lock:
             health = self._health()
@@ -169,15 +151,9 @@ class Counters:
         storing_s: float,
         n_prompt_tokens: int,
     ) -> None:
-        """Count the outcomes and times of a call that was not bypassed.
+        """Count the rows' outcomes and the seconds of a call that was not bypassed.
 
-        Args:
-            outcomes: One per row.
-            depth: Layers that a hit skips.
-            lookup_s: Seconds for reading and looking up.
-            computing_s: Seconds of the trunk for the computed rows.
-            storing_s: Seconds for storing.
-            n_prompt_tokens: Tokens looked up for prefixes.
+        A hit skips `depth` layers; `n_prompt_tokens` were looked up for prefixes.
         """
         with self._lock:
             for outcome in outcomes:
@@ -196,7 +172,7 @@ class Counters:
             self._storing_s += storing_s
             has_turned = self._end_call()
         if has_turned:
-            self._log_turn(has_turned)
+            self._log_turn()
         for outcome in outcomes:
             if outcome.bypassed is not None and outcome.bypassed not in self._logged:
                 self.bypass(outcome.bypassed, 0)
@@ -223,19 +199,12 @@ class Counters:
 
 
 class Guard:
-    """Counts an exception within its block and suppresses it; `BaseException`s that are no `Exception` are raised.
-
-    Attributes:
-        has_failed: Whether the block failed.
-    """
+    """Counts an `Exception` within its block and suppresses it; `has_failed` says whether there was one."""
 
     __slots__ = ("_counters", "_what", "has_failed")
 
     def __init__(self, counters: Counters, what: str) -> None:
-        """See `Counters.guard`."""
-        self._counters = counters
-        self._what = what
-        self.has_failed = False
+        self._counters, self._what, self.has_failed = counters, what, False
 
     def __enter__(self) -> "Guard":
         return self
@@ -252,10 +221,7 @@ class Share:
     """A moving share of failures, and whether it is too large. The caller holds a lock."""
 
     def __init__(self) -> None:
-        """Start without failures."""
-        self.value: float = 0.0
-        self.is_large: bool = False
-        self._n = _AT_FIRST
+        self.value, self.is_large, self._n = 0.0, False, _AT_FIRST
 
     def add(self, has_failed: bool) -> bool:
         """Add a success or failure; return whether `is_large` changed."""

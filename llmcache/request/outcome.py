@@ -15,8 +15,8 @@ class Outcome:
         similarity: Similarity to that request; for a computed row, to the chosen source or, with `tau`, to the nearest
             stored request. None without a search or without a neighbour.
         risk: Risk score of the chosen source, hit or miss, or of the draft that served; at most the rung's limit for a
-            hit (`Calibration.limits`). Infinite if the
-            content gate refused the source or it is quarantined. None without a search or without a neighbour.
+            hit (`Calibration.limits`). Infinite if the content gate refused the source or it is quarantined. None
+            without a search or without a neighbour.
         n_prefix: Number of first tokens that a stored prefix served.
         bypassed: The reason for a bypass (`llmcache.request.bypass.CURES`), or None.
         missed: Why it was computed although what might serve it is stored (`llmcache.request.bypass.MISSES`), or None.

@@ -32,49 +32,26 @@ _SIGN = 7 if sys.byteorder == "little" else 0  # the byte of an int64 that holds
 
 @dataclass(slots=True)
 class HostInputs:
-    """A call's arguments on the host.
+    """A call's arguments on the host, as NumPy arrays; None: not passed."""
 
-    Attributes:
-        ids: Token ids (B, T), int64.
-        valid: Mask of valid tokens, bool (B, T); None: no mask was passed. If `is_full`, as it was passed, of any
-            dtype: no token is masked, so nothing but its presence counts.
-        types: Token type ids (B, T) or (1, T), or None.
-        positions: Position ids (B, T) or (1, T), or None.
-        is_causal: Whether each row's 4-D mask is the causal mask of its valid tokens, bool (B,), or None without one.
-        order: Positions of the tokens in the K/V cache (T,), or None.
-        is_binary: Whether each row's mask holds only 0 and 1, bool (B,), or None if all do.
-        is_full: Every token is valid.
-        activated: Number of last columns that an activated LoRA applies to, per row (None: none), or None.
-    """
-
-    ids: Any
-    valid: Any
-    types: Any
-    positions: Any
-    is_causal: Any
-    order: Any
-    is_binary: Any = None
-    is_full: Any = False
-    activated: Any = None
+    ids: Any  # token ids (B, T), int64
+    valid: Any  # mask of valid tokens, bool (B, T); if `is_full`, as it was passed, of any dtype
+    types: Any  # token type ids (B, T) or (1, T)
+    positions: Any  # position ids (B, T) or (1, T)
+    is_causal: Any  # whether each row's 4-D mask is the causal one of its valid tokens, bool (B,)
+    order: Any  # positions of the tokens in the K/V cache (T,)
+    is_binary: Any = None  # whether each row's mask holds only 0 and 1, bool (B,); None: all do
+    is_full: Any = False  # every token is valid
+    activated: Any = None  # number of last columns that an activated LoRA applies to, per row (None: none)
 
 
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
-    """Copy tensors to the host with one synchronisation for all of them.
-
-    Args:
-        *tensors: All on the device of the first; None stays None.
-
-    Returns:
-        NumPy arrays; on CPU they share the tensors' memory.
-    """
-    made: list[NDArray[Any] | None] = []
+    """Copy tensors of one device to the host in one synchronisation; arrays share the memory of tensors on the CPU."""
     first = tensors[0]
     if first is not None and first.is_cuda:
         tensors = tuple(None if one is None else one.to("cpu", non_blocking=True) for one in tensors)
         torch.cuda.current_stream(first.device).synchronize()
-    for tensor in tensors:
-        made.append(None if tensor is None else tensor.numpy() if tensor.is_cpu else tensor.cpu().numpy())
-    return made
+    return [None if one is None else one.numpy() if one.is_cpu else one.cpu().numpy() for one in tensors]
 
 
 class Tables(NamedTuple):
@@ -87,33 +64,24 @@ class Tables(NamedTuple):
 
 @dataclass(slots=True)
 class Requests:
-    """The requests of one call.
-
-    Attributes:
-        rows: One per request.
-        ids: Token ids (B, T), int64, on the host.
-        valid: Mask of valid tokens, bool (B, T); None: all are.
-        tables: See `RequestReader.tables`.
-        first_position: Position id of the first token if none are passed.
-        inputs: The call's arguments on the host.
-    """
+    """The requests of one call."""
 
     rows: Sequence[Row]
-    ids: NDArray[np.int64]
-    valid: Bools | None
+    ids: NDArray[np.int64]  # (B, T)
+    valid: Bools | None  # mask of valid tokens (B, T); None: all are
     tables: Tables
-    first_position: int
+    first_position: int  # position id of the first token if none are passed
     inputs: HostInputs
 
     def may_be_refused(self) -> bool:
         """Whether the model may raise for positions or token types beyond its tables."""
         types, positions = self.inputs.types, self.inputs.positions
-        if types is not None and (types.any() or not self.tables.n_types) and _reaches(types, self.tables.n_types):
+        n_types, n_positions = self.tables.n_types, self.tables.n_positions
+        if types is not None and (types.any() or not n_types) and _reaches(types, n_types):
             return True
         if positions is not None:
-            return _reaches(positions, self.tables.n_positions)
-        n_positions = self.tables.n_positions
-        return n_positions is not None and self.inputs.ids.shape[1] + self.first_position > n_positions
+            return _reaches(positions, n_positions)
+        return n_positions is not None and self.ids.shape[1] + self.first_position > n_positions
 
     def are_usual(self) -> bool:
         """Whether positions and types, if passed, follow from the tokens, in every row.
@@ -144,33 +112,25 @@ class Requests:
 
     def content(self) -> Bools:
         """Return the mask of content tokens, which are valid and not special, bool (B, T)."""
-        made: Bools = np.frombuffer(self.tables.content, np.bool_)[self.ids]
-        return made if self.valid is None else made & self.valid
+        is_content: Bools = np.frombuffer(self.tables.content, np.bool_)[self.ids]
+        return is_content if self.valid is None else is_content & self.valid
 
     def tokens(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the content tokens of each row."""
-        found = []
+        tokens = []
         for row in rows:  # requests are short: arrays would take longer
             ids = self.ids[row.number]
             own = (ids if self.valid is None else ids[self.valid[row.number]]).tolist()
-            found.append(list(compress(own, map(self.tables.content.__getitem__, own))))
-        return found
+            tokens.append(list(compress(own, map(self.tables.content.__getitem__, own))))
+        return tokens
 
 
 class RequestReader:
     """Reads calls of one trunk. Thread-safe."""
 
     def __init__(self, trunk: Trunk, head: Head, payload: Payload, tokenizer: Any = None) -> None:
-        """Derive from the model how rows are keyed.
-
-        Args:
-            trunk: The model's trunk.
-            head: Its head.
-            payload: The hidden states that entries keep.
-            tokenizer: Names the special tokens; None: use those of the config and the family.
-        """
-        self._trunk = trunk
-        self._tokenizer = tokenizer
+        """Derive from a model and its payload how rows are keyed; `tokenizer` names the special tokens, if given."""
+        self._trunk, self._tokenizer = trunk, tokenizer
         self._head_reads = _reads(trunk, head, payload)
         self._observed = observed = head.observed
         reads_padding = head.is_own if observed is None else observed.reads_padding
@@ -194,18 +154,10 @@ class RequestReader:
         activated: Sequence[int | None] | None,
         is_coupled: bool,
     ) -> Requests:
-        """Return the requests of a call, with the bypass reason of each row.
+        """Return the requests of a call, with the bypass reason of each row; raise `IndexError` for an id below 0.
 
-        Args:
-            arguments: The trunk's, by name; checked by `CallSignatures.find`.
-            mask_4d: The 4-D mask as passed, or None; `arguments` holds the equivalent 2-D mask.
-            scope: Scope of the call.
-            tables: See `tables`.
-            activated: Number of last columns of each row that an activated LoRA applies to; None without one.
-            is_coupled: Rows affect each other, so each key covers the whole call.
-
-        Raises:
-            IndexError: A token id is below 0.
+        `arguments` are the trunk's, by name, checked by `CallSignatures.find`; they hold the 2-D mask that `mask_4d` is
+        equal to. `activated`: see `HostInputs`. If rows affect each other, each key covers the whole call.
         """
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
@@ -225,16 +177,9 @@ class RequestReader:
                 if not np.array_equal(mask, inputs.valid):  # some models multiply by the mask
                     inputs.is_binary = (mask == inputs.valid).all(axis=1)
         is_full = inputs.is_full or inputs.valid is None
-        rows = read_rows(
-            scope,
-            inputs,
-            id_dtype(len(tables.content)),
-            self._trunk.adapter.is_guess,
-            self.reads_padding,
-            self.keeps_padding,
-            is_coupled=is_coupled,
-            reads_first=self._head_reads == "first",
-        )
+        dtype, is_guess = id_dtype(len(tables.content)), self._trunk.adapter.is_guess
+        of_padding = is_guess, self.reads_padding, self.keeps_padding
+        rows = read_rows(scope, inputs, dtype, *of_padding, is_coupled, self._head_reads == "first")
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
         if is_full:  # usually the second token ends the search; NumPy is slow when cold after a forward
@@ -315,17 +260,13 @@ def read_rows(
     is_coupled: bool = False,
     reads_first: bool = False,
 ) -> list[Row]:
-    """Return each row with its valid tokens and exact key.
+    """Return each row with its valid tokens, packed as `dtype`, and its exact key.
 
     The key covers all that the output at valid tokens depends on. If position ids are passed, it does not depend on
     padding. Otherwise a model may derive positions from the padding before a valid token, so the key covers that too.
 
     Args:
-        scope: Scope of the call.
-        inputs: The call's inputs, arrays on the host.
-        dtype: Dtype of packed ids; see `id_dtype`.
-        knows_no_padding: How the model treats padding is unknown: all tokens count as valid, and the key covers the
-            mask.
+        knows_no_padding: How the model treats padding is unknown: all tokens are valid, and the key covers the mask.
         reads_padding: The head may read states of padding: the key of a padded row covers all that they depend on.
         keeps_padding: The head does not read states of padding, but they are returned: the entry keeps them, and a
             digest of all that they depend on, beside the key.
@@ -340,23 +281,22 @@ def read_rows(
     ids, types, positions = np.asarray(inputs.ids, np.int64), inputs.types, inputs.positions
     types = None if types is None else np.asarray(types, np.int64)
     # Most rows are full and are sliced from the bytes of all rows: NumPy is slow when cold after a forward.
-    of_ids, short, of_types = ids.tobytes(), ids.astype(dtype).tobytes(), b"" if types is None else types.tobytes()
+    of_ids, of_short, of_types = ids.tobytes(), ids.astype(dtype).tobytes(), b"" if types is None else types.tobytes()
     if not of_ids[_SIGN::8].isascii():  # a sign byte of 0x80 or more: a negative id
         raise IndexError(f"token ids must be at least 0, got {ids.min()}")  # it would index from the end
     n_tokens = ids.shape[1]
     width, short_width = 8 * n_tokens, dtype.itemsize * n_tokens
-    everything = slice(0, n_tokens)
     rows: list[Row] = []
     seen: dict[str, list[Row]] = {}
     for number in range(len(ids)):
         mask = None if inputs.valid is None else inputs.valid[number]
-        valid: Positions = everything
+        valid: Positions = slice(0, n_tokens)
         n_valid, start = n_tokens, 0 if n_tokens else None
         type_row = 0 if types is None or len(types) == 1 else number
         if mask is None or knows_no_padding or inputs.is_full or mask.all():
             own_ids = of_ids[number * width : (number + 1) * width]
             own_types = of_types[type_row * width : (type_row + 1) * width]
-            own_short = short[number * short_width : (number + 1) * short_width]
+            own_short = of_short[number * short_width : (number + 1) * short_width]
         else:
             valid, n_valid = _valid_positions(mask)
             own_ids, own_short = ids[number, valid].tobytes(), ids[number, valid].astype(dtype).tobytes()

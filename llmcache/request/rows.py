@@ -16,21 +16,13 @@ DEFAULT_NAMESPACE = "default"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Everything but the tokens that a state depends on. Lookups never cross scopes.
+    """Everything but the tokens that a state depends on. Lookups never cross scopes."""
 
-    Attributes:
-        namespace: The caller's partition (tenant). No search crosses it.
-        weights: Digest of the trunk's weights and active adapters.
-        dtype: Dtype of the hidden states, autocast included.
-        attention: Attention implementation; kernels differ in the last bits.
-        engine: Name of the engine, "" for the trunk itself; its kernels differ in the last bits too.
-    """
-
-    namespace: str
-    weights: str
-    dtype: str
-    attention: str
-    engine: str = ""
+    namespace: str  # the caller's partition (tenant)
+    weights: str  # digest of the trunk's weights and active adapters
+    dtype: str  # of the hidden states, autocast included
+    attention: str  # attention implementation; kernels differ in the last bits
+    engine: str = ""  # its name, "" for the trunk itself; its kernels differ in the last bits too
 
     @property
     def key(self) -> bytes:
@@ -44,12 +36,9 @@ class Scope:
 
 
 def checked_namespace(name: Any) -> str:
-    """Return a namespace unchanged, after checking it.
+    """Return a namespace; raise `ConfigError` if it has surrogates, which no file can hold as text, or is no `str`.
 
     Subclasses of `str` are rejected: they may override equality and hash, by which scopes are compared.
-
-    Raises:
-        ConfigError: It is not exactly a `str`, or has surrogates, which no file can hold as text.
     """
     if type(name) is not str:
         raise ConfigError(f"namespace: give a plain str, str(name) of another type (got a {type(name).__name__})")
@@ -62,36 +51,21 @@ def checked_namespace(name: Any) -> str:
 
 @dataclass(slots=True)
 class Row:
-    """One request of a call.
+    """One request of a call."""
 
-    Attributes:
-        number: Its index in the batch.
-        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of all rows if they affect each other.
-        ids: Its valid token ids, packed.
-        valid: Columns of the valid tokens.
-        n_valid: Number of valid tokens.
-        start: Position of the first valid token if positions of the valid tokens are consecutive; else None.
-        bypass_reason: Why the row bypasses the cache, or "".
-        has_layout: The key also covers padding, so the entry holds the states of padding too.
-        layout: Digest of its padding, if entries keep states of padding and the key does not cover it; else b"".
-        is_misread: The head may read a padding column, whose state another request's entry does not hold. So only the
-            row's own entry may serve it.
-        same_as: Number of an earlier row of the call with the same `key`, columns and padding; None if there is none.
-        duplicate_key: Of a row whose `key` an earlier row of the call has, too: a key of its own for its blocks, since
-            kernels may round the two rows differently. "" of other rows.
-    """
-
-    number: int
-    key: str
-    ids: bytes
-    valid: Positions
+    number: int  # its index in the batch
+    key: str  # SHA-256 (base64) of its scope, valid tokens, types and positions; of all rows if they affect each other
+    ids: bytes  # its valid token ids, packed
+    valid: Positions  # columns of the valid tokens
     n_valid: int
-    start: int | None = None
+    start: int | None = None  # position of the first valid token, if those of all are consecutive
     bypass_reason: str = ""
-    has_layout: bool = False
-    layout: bytes = b""
+    has_layout: bool = False  # the key also covers padding, so the entry holds the states of padding too
+    layout: bytes = b""  # digest of its padding, if entries keep states of padding and the key does not cover it
+    #: The head may read a padding column, whose state only the row's own entry holds; so no other entry may serve it.
     is_misread: bool = False
-    same_as: int | None = None
+    same_as: int | None = None  # number of an earlier row of the call with the same `key`, columns and padding
+    #: If an earlier row of the call has the same `key`: a key for its blocks, as kernels may round the two differently.
     duplicate_key: str = ""
 
     @property
