@@ -592,7 +592,7 @@ class CachedForward(Swap, ContextFlags):
                 return reason
         reason, is_on_cpu = call.path.store(call, output), call.arguments["input_ids"].device.type == "cpu"
         if self._tier is not None and is_on_cpu and not call.is_collected:  # elsewhere times are those of waiting
-            self._tier.computed(call.path.n_computed(call), call.computing_s)
+            self._tier.break_even.computed(call.path.n_computed(call), call.computing_s)
         return reason
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

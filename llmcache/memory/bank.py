@@ -27,25 +27,14 @@ _MANY = 32  # entries evicted without a hit, from which on a warning is logged
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """The stored output of one request.
-
-    Attributes:
-        key: Its exact key.
-        scope: Namespace, weights and everything else but tokens that its states depend on.
-        fields: Its row of each tensor of the trunk's output; the payload of hidden states. See `Packing.take`.
-        padding: The states of padding, a tensor (T - n, D) per field of states. Empty without padding, or if not kept.
-        layout: Digest of the padded row, if padding is kept and the key does not cover it; else b"". Only a row with
-            the same `layout` gets `padding` back.
-        was_hit: Whether it has served a request.
-        nbytes: Bytes of `fields` and `padding`.
-    """
+    """The stored output of one request."""
 
     key: str
     scope: Scope
-    fields: tuple[Tensor, ...]
-    padding: tuple[Tensor, ...] = ()
-    layout: bytes = b""
-    was_hit: bool = False
+    fields: tuple[Tensor, ...]  # its row of each tensor of the trunk's output; the payload of hidden states
+    padding: tuple[Tensor, ...] = ()  # states of padding (T - n, D) per field of states; empty if not kept
+    layout: bytes = b""  # of padding, see `Row.layout`: only a row with the same one gets `padding` back
+    was_hit: bool = False  # whether it has served a request
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,14 +66,10 @@ class Bank:
         make_way: Callable[[], object] | None = None,
         purges: Purges | None = None,
     ) -> None:
-        """Start empty.
+        """Start empty, within a budget of bytes and entries (None: any number).
 
-        Args:
-            make_policy: Makes a policy; its methods are called under the bank's lock.
-            max_bytes: Budget for the sum of the entries' `nbytes`.
-            max_entries: Most entries; None: no limit.
-            make_way: Called after each `put` and `pin`, without the lock: evicts blocks that share the budget.
-            purges: Shared by the parts of one wrapped model; None: its own.
+        `make_way` is called after each `put` and `pin`, without the lock: it evicts blocks that share the budget. Parts
+        of one wrapped model share `purges`.
         """
         self.max_bytes = max_bytes
         self.max_entries = math.inf if max_entries is None else max_entries
@@ -162,12 +147,9 @@ class Bank:
         return key in self._pinned
 
     def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
-        """Store entries of one call, except those cleared or forgotten since; return how many are too large.
+        """Store entries of one namespace, except those purged since this generation; return how many are too large.
 
-        Args:
-            entries: Entries of one namespace, now owned by the bank.
-            generation: `Purges.generation` when the call began.
-            cost: Cost of computing each entry, see `Policy.on_cost`; None: unknown.
+        `generation` is that of `purges` when their call began; `cost` is that of computing each, see `Policy.on_cost`.
         """
         n_too_large = n_stored = 0
         with self._lock:

@@ -1,9 +1,8 @@
 """Where a model keeps its layers, and how their outputs are packed.
 
 The *trunk* is the module that embeds tokens and runs the layers one after another (`BertModel`, `GPT2Model`, an encoder
-`T5Stack`). The table `ADAPTERS` gives the path to the layers for each trunk class; the rest is read from signatures. A
-trunk that is not in the table is recognised by its structure: its forward takes `input_ids`, and it holds a list of
-layers of one class whose forward takes `hidden_states`.
+`T5Stack`). The table `ADAPTERS` gives the path to the layers for each trunk class. Other trunks are recognised by their
+structure: the forward takes `input_ids`, and there is a list of layers of one class that take `hidden_states`.
 
 Sizes: B rows, T tokens, D hidden width.
 """
@@ -208,8 +207,8 @@ class Trunk:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         name = str(setting(self.module.config, "_attn_implementation", ""))
-        found = (table.get(name) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
-        own = (one for one in found if one is not None and not str(one.__module__).startswith("transformers."))
+        functions = (table.get(name) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS))
+        own = (one for one in functions if one is not None and not str(one.__module__).startswith("transformers."))
         return " ".join((name, *map(_describe, own)))
 
 
@@ -246,9 +245,9 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
 def find_others(model: nn.Module, trunk: Trunk) -> dict[str, nn.Module]:
     """Return a model's further encoders, by name: trunks of known classes, or of the located one's, outside of it."""
     kinds = {type(trunk.module).__name__, *(name for one in ADAPTERS.values() for name in one.trunks)}
-    found = {name: part for name, part in model.named_modules() if type(part).__name__ in kinds}
-    within = set(trunk.module.modules()) | {part for part in found.values() if _is_decoder(part)}
-    return {name: part for name, part in found.items() if part not in within}
+    within = set(trunk.module.modules())
+    parts = ((name, part) for name, part in model.named_modules() if type(part).__name__ in kinds)
+    return {name: part for name, part in parts if part not in within and not _is_decoder(part)}
 
 
 def _is_decoder(module: Any) -> bool:

@@ -50,7 +50,6 @@ class Arguments:
     """Reads and replaces arguments of a forward by name, whether passed by position or by name."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        """Read the signature of `forward`."""
         parameters = inspect.signature(forward).parameters.values()
         catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.names = tuple(parameter.name for parameter in parameters if parameter.kind not in catch_all)

@@ -1,12 +1,11 @@
 """State of modules beside parameters, buffers and submodules: settings in attributes, and tensors kept elsewhere.
 
 Settings are numbers, strings, functions and the like (a norm's epsilon, the scaling of attention, an activation), in
-attributes of the modules and of their configs. Tensors kept elsewhere are in plain attributes, in lists, dicts and
-objects there, in modules that are not submodules, in attributes of parameters (bitsandbytes' `quant_state`), within
-tensor subclasses (torchao), and in the packed weights of torch's quantised modules.
+attributes of the modules and of their configs. Tensors are found in attributes, and in containers and objects there, in
+modules that are not submodules, in attributes of parameters (bitsandbytes' `quant_state`), within tensor subclasses
+(torchao), and in the packed weights of torch's quantised modules.
 
-Objects and functions are read recursively: attributes and slots, closures, bound objects. An unreadable value gives a
-digest that no other process has.
+Objects and functions are read recursively. An unreadable value gives a digest that no other process has.
 
 Not detected: edits of globals that functions read, of class attributes but a module's forward, and in numpy arrays.
 """
@@ -96,12 +95,7 @@ Space = dict[str, Any] | _Fields
 class Attributes:
     """Settings and tensors found in modules, and the means to detect changes quickly."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, nn.Module],
-        known: Iterable[nn.Module] = (),
-        has_values: bool = True,
-    ) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], known: Iterable[nn.Module], has_values: bool) -> None:
         """Read modules by path, and modules found in them, except `known` ones.
 
         With `has_values`, numbers, strings and containers of them count, too, not only classes and functions.
@@ -324,8 +318,8 @@ def _spaces_of(value: Any) -> Iterator[Space]:
 
 
 def _slots_of(kind: type) -> list[str]:
-    named = vars(kind).get("__slots__", ())
-    names = [named] if isinstance(named, str) else list(named)
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else slots
     return [f"_{kind.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name for name in names]
 
 

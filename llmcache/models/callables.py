@@ -1,8 +1,7 @@
 """Models without a trunk: an ONNX Runtime session, an `ORTModel` of Optimum, or another callable, held in two modules.
 
-The whole model is a `CallableModel`. It takes tensors or arrays by name, and returns what the callable returns. In it
-is a `CallableTrunk`, whose forward the cache replaces: it takes tensors, and returns a tuple of tensors with one row
-per request. What the callable takes and returns is found at wrapping, on a few calls with made-up tokens.
+The whole model is a `CallableModel`. In it is a `CallableTrunk`, whose forward the cache replaces: it returns a tuple
+of tensors with one row per request. What the callable takes and returns is found at wrapping, in a few trial calls.
 
 Sizes: B rows of a call, T tokens of a row, V vocabulary, D width of a token's vector, C logits.
 """
@@ -12,6 +11,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError
-from llmcache.models.arguments import DECIDING
+from llmcache.models.arguments import DECIDING, names_of
 from llmcache.models.output_formats import name_of
 from llmcache.models.structure import Structure, fields_of, tensor_of
 from llmcache.support.arrays import Floats, Ids
@@ -38,12 +38,11 @@ _NOT_WITH = ("tau", "draft", "engine", "adapter", "payload")
 _OUTSIDE = re.compile(rb"\n\x08location\x12([\x80-\xff]?)([\x01-\x7f])", re.DOTALL)
 
 
+@dataclass
 class Unfit:
     """An output that the cache cannot take apart, returned to the caller as it is."""
 
-    def __init__(self, output: Any) -> None:
-        """Keep it."""
-        self.output = output
+    output: Any
 
 
 class Config:
@@ -52,7 +51,6 @@ class Config:
     vocab_size: int
 
     def __init__(self, **values: Any) -> None:
-        """Set the values."""
         vars(self).update(values)
 
 
@@ -60,11 +58,7 @@ class Function:
     """Calls a callable, and knows what it takes and returns. Neither copied with a module nor part of its digest."""
 
     def __init__(self, given: Any, config: Config, special: Sequence[int]) -> None:
-        """Try a callable or session on made-up tokens.
-
-        Raises:
-            UnsupportedModelError: It raises for all of them.
-        """
+        """Try a callable or session on made-up tokens; raise `UnsupportedModelError` if it raises for all of them."""
         self.given, self.config = given, config
         self._session = given if is_session(given) else None
         self._dtypes: dict[str, str] = {}
@@ -74,9 +68,8 @@ class Function:
             self._outputs = [one.name for one in self._session.get_outputs()]
             self.takes = needed = set(self._dtypes)
         else:
-            parameters = inspect.signature(getattr(given, "forward", given)).parameters.values()
-            named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-            self.takes = None if any(one.kind is one.VAR_KEYWORD for one in parameters) else {o.name for o in named}
+            forward = getattr(given, "forward", given)
+            self.takes, named = names_of(forward), inspect.signature(forward).parameters.values()
             needed = {one.name for one in named if one.default is one.empty}
         self._needed = [name for name in _DEFAULTS if name in needed]
         self._takes_arrays = self._session is not None
@@ -240,27 +233,23 @@ class CallableTrunk(nn.Module):
 
     @property
     def config(self) -> Config:
-        """What is known of the callable's config."""
         return self.function.config
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """Itself, as its only layer."""
         return (self,)
 
     def get_input_embeddings(self) -> nn.Embedding | None:
-        """Return the given vectors of tokens."""
         return self.table
 
     def embed(self, ids: Ids) -> Floats:
         """Return vectors of m tokens, float32 (m, D): the given ones, else signs drawn from each token's number."""
         if self.table is not None:
-            made: Floats = self.table.weight[torch.from_numpy(ids)].float().numpy()
-        else:  # not from a random generator, whose numbers may differ in another version
-            drawn = b"".join(hashlib.shake_128(b"%d" % token).digest(_WIDTH // 8) for token in ids.tolist())
-            bits = np.unpackbits(np.frombuffer(drawn, np.uint8)).reshape(len(ids), _WIDTH)
-            made = bits.astype(np.float32) * 2 - 1
-        return self.widened(made)
+            return self.widened(self.table.weight[torch.from_numpy(ids)].float().numpy())
+        # Not from a random generator, whose numbers may differ in another version.
+        drawn = b"".join(hashlib.shake_128(b"%d" % token).digest(_WIDTH // 8) for token in ids.tolist())
+        bits = np.unpackbits(np.frombuffer(drawn, np.uint8)).reshape(len(ids), _WIDTH)
+        return self.widened(bits.astype(np.float32) * 2 - 1)
 
     def widened(self, vectors: Floats) -> Floats:
         """Return vectors (m, ...) with zeros up to D."""
@@ -276,8 +265,8 @@ class CallableTrunk(nn.Module):
         return_dict: None = None,
     ) -> Any:
         """Return a tuple of tensors (B, ...), or `Unfit`; `more`: the callable's other arguments, by name."""
-        given = zip(DECIDING, (input_ids, attention_mask, token_type_ids, position_ids), strict=True)
-        return self.function.rows({name: value for name, value in given if value is not None}, more or {})
+        inputs = zip(DECIDING, (input_ids, attention_mask, token_type_ids, position_ids), strict=True)
+        return self.function.rows({name: value for name, value in inputs if value is not None}, more or {})
 
 
 class CallableModel(nn.Module):
@@ -308,9 +297,9 @@ class CallableModel(nn.Module):
         given: dict[str, Any] = {name: tensor_of(inputs.pop(name)) for name in DECIDING if name in inputs}
         if inputs.get("return_dict") in (None, True):  # what every model of transformers takes, and returns without
             inputs.pop("return_dict", None)
-        made = self.trunk(**given, **({"more": inputs} if inputs else {}))
+        rows = self.trunk(**given, **({"more": inputs} if inputs else {}))
         structure = self.trunk.function.structure
-        return made.output if isinstance(made, Unfit) or structure is None else structure.build(made)
+        return rows.output if isinstance(rows, Unfit) or structure is None else structure.build(rows)
 
     def read(self, output: Any) -> Tensor:
         """Return the logits (B, C) of an output; see `Structure.answer`."""
@@ -328,25 +317,23 @@ def is_session(value: Any) -> bool:
 def enclosed(model: Any, digest: str | None, embeddings: Any, tokenizer: Any) -> Iterator[nn.Module]:
     """Within this context, give the model to wrap; if it raises, take an enclosed callable out of its module again.
 
-    Raises:
-        ConfigError: No digest is given or found, or there is nothing to call.
-        UnsupportedModelError: The callable cannot be called.
+    `ConfigError`: no digest is given or found, or nothing to call. `UnsupportedModelError`: it cannot be called.
     """
-    made, holder = model, _holder_of(model) if isinstance(model, nn.Module) else None
+    module, holder = model, _holder_of(model) if isinstance(model, nn.Module) else None
     if holder is not None:  # sentence-transformers with the backend onnx
         part, name = holder
         setattr(part, name, CallableModel(vars(part)[name], digest, embeddings, tokenizer))
     elif _is_pipeline(model):
         raise ConfigError("wrap the pipeline's model, LLMCache.wrap(pipeline.model); then call the pipeline as before")
     elif digest is not None or not isinstance(model, nn.Module):
-        made = CallableModel(model, digest, embeddings, tokenizer)
+        module = CallableModel(model, digest, embeddings, tokenizer)
     elif embeddings is not None:
         raise ConfigError("embeddings: only with a callable or a session, which has none; leave embeddings out")
     try:
-        yield made
+        yield module
     except BaseException:
-        if made is not model or holder is not None:
-            release(made)
+        if module is not model or holder is not None:
+            release(module)
         raise
 
 
@@ -371,9 +358,8 @@ def refuse_settings(model: nn.Module, config: CacheConfig) -> None:
 
 def _is_pipeline(given: Any) -> bool:
     """Whether a value is one of transformers' pipelines, which take texts and hold a model."""
-    return any(
-        kind.__name__ == "Pipeline" and kind.__module__.startswith("transformers.") for kind in type(given).__mro__
-    )
+    kinds = type(given).__mro__
+    return any(one.__name__ == "Pipeline" and one.__module__.startswith("transformers.") for one in kinds)
 
 
 def _holder_of(model: nn.Module) -> tuple[nn.Module, str] | None:
@@ -419,15 +405,15 @@ def _digest_of(given: Any) -> str:
             f"a {type(given).__name__} does not tell its weights apart from others: give "
             "digest='...', a text that names all that decides answers"
         )
-    made = hashlib.sha256(content := Path(path).read_bytes())
+    sha = hashlib.sha256(content := Path(path).read_bytes())
     names = set()
     for one in _OUTSIDE.finditer(content):
         n_bytes = one[2][0] if not one[1] else (one[1][0] & 0x7F) + (one[2][0] << 7)  # a varint
         names.add(content[one.end() : one.end() + n_bytes].decode(errors="replace"))
     for outside in (Path(path).parent / name for name in sorted(names)):
         with outside.open("rb") as file:
-            made.update(hashlib.file_digest(file, "sha256").digest())
-    return made.hexdigest()
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return sha.hexdigest()
 
 
 def _checked(embeddings: Any) -> Tensor | None:

@@ -1,8 +1,7 @@
 """Whether rows of a call affect each other in a trunk, so that the states of a row depend on the whole call.
 
-Layers that quantise activations by the largest one of a call do so, and normalisation by statistics of a batch. Others
-amplify the last bits, in which kernels differ by the shape of a call. They are known by their class, or found by
-running rows alone and beside others.
+They do in layers that quantise activations by the largest of a call, normalise by statistics of a batch, or amplify the
+last bits, in which kernels differ by a call's shape. Such layers are known by class, or found by trial.
 """
 
 import logging
@@ -40,9 +39,7 @@ class Coupling:
     """Finds whether rows affect each other in a trunk; again after edits beyond weight values. Thread-safe."""
 
     def __init__(self, trunk: Trunk, weights: Weights) -> None:
-        """Remember the trunk; it is tried when `reason` first gets a digest of its weights."""
-        self._trunk = trunk
-        self._weights = weights
+        self._trunk, self._weights = trunk, weights
         self._known: OrderedDict[str, str] = OrderedDict()  # by digest
         self._latest: tuple[str, Snapshot | None, str] = ("", None, "")
         self._lock = forkable(threading.Lock(), is_waited_for=False)
@@ -95,10 +92,12 @@ def _are_independent(trunk: Trunk) -> bool:
     run = partial(_run, trial, keeps_no_kv)
     first, second, *others = _rows(trunk)
     together = run(first, second)
-    usual = _rounding(trial, together)
-    is_second_alike = _is_alike(together[1], run(others[0], second)[1], usual)
-    is_first_alike = is_second_alike and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10 * usual)
-    return is_first_alike and _is_alike(together[0], run(first)[0], 10 * usual)
+    rounding = _rounding(trial, together)
+    return (
+        _is_alike(together[1], run(others[0], second)[1], rounding)
+        and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10 * rounding)
+        and _is_alike(together[0], run(first)[0], 10 * rounding)
+    )
 
 
 def _rows(trunk: Trunk) -> Tensor:

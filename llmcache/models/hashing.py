@@ -203,12 +203,10 @@ def _name(value: Any) -> str:
 
 def is_installed(value: Any) -> bool:
     """Whether a class or function is of Python or an installed package, so that its name identifies it."""
-    if isinstance(value, type):
-        module = sys.modules.get(value.__module__)
-        file = getattr(module, "__file__", None) or ("" if value.__module__ == "__main__" else "<frozen")
-    else:
-        file = value.__code__.co_filename
-    return _is_packaged(file)
+    if not isinstance(value, type):
+        return _is_packaged(value.__code__.co_filename)
+    file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    return _is_packaged(file or ("" if value.__module__ == "__main__" else "<frozen"))
 
 
 @lru_cache(4096)
@@ -217,10 +215,7 @@ def _is_packaged(file: str) -> bool:
 
 
 def _code_of(value: Any) -> str:
-    """Return a digest of the code outside installed packages that a class or function depends on; "" if there is none.
-
-    It covers functions, classes and constants among members, globals and closures.
-    """
+    """Return a digest of the code outside installed packages that a class or function depends on; "" without any."""
     pending, seen, lines = [value], set(), set()
     for one in pending:
         if id(one) in seen:

@@ -2,9 +2,9 @@
 
 This is observed by running the head on random states, complete and as restored from an entry. No layer runs.
 
-Reusing the whole output of a layer returns the answer of the request it was stored for: every later layer is a function
-of that output alone. A pooled head (class, score, embedding) may accept that for a request of the same meaning. A head
-that answers token by token may not: start and end positions would index another text.
+Reusing the whole output of a layer returns the answer of the request it was stored for. A pooled head (class, score,
+embedding) may accept that for a request of the same meaning. A head that answers token by token may not: start and end
+positions would index another text.
 """
 
 import threading
@@ -59,6 +59,7 @@ _BY_TOKEN = (
     "It answers token by token, so the answer would be the other request's: start and end positions of another text, "
     "next words of another sentence."
 )
+_NO_LOGITS = "Its output has no logits (rows, classes), by which answers are compared."
 _TWO_SIDES = "Its decoder reads its own tokens beside the encoder's states, which must belong together."
 
 
@@ -113,18 +114,16 @@ def refuse_unsafe(head: Head, config: CacheConfig) -> None:
     if not head.why_unsafe or config.allow_unsafe:
         return
     if config.tau is None:
-        what = f"a calibration with a model that has a {head.name}: a hit would return what another request computed."
+        what, effect = "a calibration", "a hit would return what another request computed."
         cure = (
             "So no bound can hold: do without calibrate() and learn (exact repeats and shared prefixes are served all "
-            "the same)"
         )
+        cure += "the same)"
     else:
-        what = (
-            f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
-            "above it by what the stored request computed."
-        )
-        cure = "Leave tau out (exact repeats are still served)"
-    raise UnsafeReuseError(f"{what} {head.why_unsafe} {cure}, or set allow_unsafe=True to measure what that costs.")
+        what, cure = f"tau={config.tau}", "Leave tau out (exact repeats are still served)"
+        effect = "reusing a layer's whole output replaces everything above it by what the stored request computed."
+    what += f" with a model that has a {head.name}: {effect} {head.why_unsafe}"
+    raise UnsafeReuseError(f"{what} {cure}, or set allow_unsafe=True to measure what that costs.")
 
 
 def _of_callable(trunk: CallableTrunk) -> Head:
@@ -132,27 +131,20 @@ def _of_callable(trunk: CallableTrunk) -> Head:
     if structure is not None and structure.is_by_token:
         return Head("callable that answers by token", "tokens", why_unsafe=_BY_TOKEN)
     if structure is None or structure.answer is None:
-        why = "Its output has no logits (rows, classes), by which answers are compared."
-        return Head("callable without logits", "pooled", "row", why_unsafe=why)
+        return Head("callable without logits", "pooled", "row", why_unsafe=_NO_LOGITS)
     return Head("classifier", "pooled", "row")
 
 
 class Observed:
-    """Observes which states a head reads, and again after changes. Thread-safe.
-
-    Attributes:
-        payload: The smallest payload that is enough for the head.
-        reads_padding: Whether the answer depends on states of padding, or the head could not be run.
-    """
+    """Observes which states a head reads, and again after changes. Thread-safe."""
 
     def __init__(self, model: nn.Module, trunk: Trunk, takes_choices: bool) -> None:
         """Run a copy of the model without its trunk; `takes_choices`: ids are (B, choices, T)."""
-        self._model = model
-        self._trunk = trunk
-        self._takes_choices = takes_choices
+        self._model, self._trunk, self._takes_choices = model, trunk, takes_choices
         self._lock = forkable(threading.Lock(), is_waited_for=False)
         self._known: dict[str, bool] = {}  # by digest of the trunk's weights, whether `payload` is enough
         self._find_readers()
+        #: The smallest payload that is enough; whether answers depend on states of padding, or may.
         self.payload, self.reads_padding = self._observe()
 
     def add_digest(self, digest: str) -> None:

@@ -23,12 +23,12 @@ def asking(source: str) -> Iterator[None]:
     """Load a source from the hub within this context; a source that failed before raises `OSError` at once."""
     if source in FAILED:
         raise OSError(FAILED[source])
-    with quiet():
-        try:
+    try:
+        with quiet():
             yield
-        except OSError as error:
-            FAILED[source] = cause(error)
-            raise
+    except OSError as error:
+        FAILED[source] = cause(error)
+        raise
 
 
 @contextmanager
@@ -78,9 +78,8 @@ def load_pretrained(
 ) -> Loaded:
     """Load a model and its tokenizer with the transformers class `auto`; `config` sets entries of the model's config.
 
-    `revision` is a branch, tag or commit on the hub; None: the latest, or the folder's files. Error messages use `name`
-    (the user's name for it), `head`, and `known` (accepted sources). `ConfigError` if the model is not found, is
-    damaged, or has no trained head (unless `may_lack_head`).
+    `revision` is a branch, tag or commit on the hub. Error messages use `name` (the user's name for it), `head`, and
+    `known` (accepted sources). `ConfigError`: not found, damaged, or without a trained head (unless `may_lack_head`).
     """
     import transformers
     from safetensors import SafetensorError
@@ -90,9 +89,8 @@ def load_pretrained(
     try:
         with quiet() if Path(source).is_dir() else asking(source):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, **given)
-            model, report = getattr(transformers, auto).from_pretrained(
-                source, output_loading_info=True, **given, **config
-            )
+            load = getattr(transformers, auto).from_pretrained
+            model, report = load(source, output_loading_info=True, **given, **config)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if (Path(source) / "modules.json").is_file():
             known = "it to SentenceTransformer(...) or to llmcache serve: it is a sentence-transformers model"
@@ -121,9 +119,8 @@ def find_folder(name: str, models_dir: Path | None) -> str | None:
 
 def load_causal(name: str, models_dir: Path | None = None, **given: Any) -> Loaded:
     """Load a causal language model from a folder, in `models_dir` first, or from the hub; see `load_pretrained`."""
-    loaded = load_pretrained(
-        find_folder(name, models_dir) or name, "AutoModelForCausalLM", "language-model head", name=name, **given
-    )
+    source = find_folder(name, models_dir) or name
+    loaded = load_pretrained(source, "AutoModelForCausalLM", "language-model head", name=name, **given)
     check_causal(name, loaded.model)
     return loaded
 

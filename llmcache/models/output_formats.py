@@ -1,6 +1,6 @@
 """The output form of each kind of call (a `Packing`, say): learned from an output, or read from a store or a save.
 
-A kind is a tuple of everything that decides the form of a call's output, including the digest of the weights.
+A kind is a tuple of everything that decides the form, including the digest of the weights.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ class OutputFormats(dict[tuple[Any, ...], T | None], Generic[T]):
         self._describe, self._read = describe, read
         self._described: dict[str, Any] = {}  # descriptions that are not read yet, by digest of the kind
 
-    def learn(self, kind: tuple[Any, ...], known: T | None) -> T | None:
+    def learn(self, kind: tuple[Any, ...], form: T | None) -> T | None:
         """Set and return the form of a kind; None: it cannot be served."""
         if len(self) >= _MOST:
             self.clear()
-        self[kind] = known
-        return known
+        self[kind] = form
+        return form
 
     def add_described(self, digest: str, described: Any) -> None:
         """Add a description that another or an earlier process made of a kind with this digest."""
@@ -37,19 +37,19 @@ class OutputFormats(dict[tuple[Any, ...], T | None], Generic[T]):
         """Whether the form of a kind is known, None included."""
         if kind not in self and self._described:
             described = self._described.get(digest_of(kind))
-            if described is not None and (known := self._read(described)) is not None:
-                self[kind] = known
+            if described is not None and (form := self._read(described)) is not None:
+                self[kind] = form
         return kind in self
 
     def describe(self, kind: tuple[Any, ...]) -> list[Any]:
         """Return the arguments of `add_described` for a kind that can be served."""
-        known = self[kind]
-        assert known is not None
-        return [digest_of(kind), self._describe(known)]
+        form = self[kind]
+        assert form is not None
+        return [digest_of(kind), self._describe(form)]
 
     def state(self) -> list[list[Any]]:
         """Return the arguments of `add_described` for every kind that can be served."""
-        own = {digest_of(kind): self._describe(known) for kind, known in list(self.items()) if known is not None}
+        own = dict(self.describe(kind) for kind, form in list(self.items()) if form is not None)
         return [list(one) for one in (self._described | own).items()]
 
 

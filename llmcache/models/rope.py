@@ -1,8 +1,7 @@
 """Rotary position encodings whose frequencies depend on the length of a call.
 
 RoPE of type `dynamic` and `longrope` (transformers' `rope_type`) changes its frequencies once a call exceeds the length
-of the original training. The same tokens at the same positions then have other states in a longer call, or beside a
-longer row of the batch. Below that length the call's length has no effect.
+of the original training: the same tokens at the same positions then have other states in a longer call.
 """
 
 from collections.abc import Mapping

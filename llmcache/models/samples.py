@@ -1,8 +1,7 @@
 """Samples of every tensor's bytes, compared in each call: only they show edits through `.data` or by another process.
 
-A comparison reads 64 bytes of each tensor in host memory, at the next of eight places: some 5 microseconds for
-BERT-base. Places differ between tensors, since sparse edits may be alike in all layers. Reading other devices' memory
-needs a synchronisation: there, one call in 64 compares all places.
+A comparison reads 64 bytes of each tensor in host memory, at the next of eight places, which differ between tensors:
+some 5 microseconds for BERT-base. Other devices need a synchronisation: there, one call in 64 compares all places.
 """
 
 from collections import defaultdict
@@ -20,19 +19,13 @@ _FAR_INTERVAL = 64  # comparisons between two that read other devices
 
 
 class _View:
-    """Chunks of some tensors' memory that are read together, and their bytes when last taken."""
+    """Chunks of some tensors' memory that are read together, and their bytes when last sampled (`seen`)."""
 
     def __init__(self, chunks: Sequence[tuple[Tensor, Any]], read: Callable[[list[Any]], bytes]) -> None:
-        """Remember the chunks, as (tensor, chunk) pairs, which `read` joins; nothing is read before `take`."""
+        """Remember (tensor, chunk) pairs, whose chunks `read` joins."""
         self._chunks = chunks
         self.read = partial(read, [chunk for _, chunk in chunks])
         self.seen = b""
-
-    def take(self) -> None:
-        self.seen = self.read()
-
-    def differs(self) -> bool:
-        return self.read() != self.seen
 
     def edited(self) -> Iterator[Tensor]:
         """Yield the tensor of each chunk whose bytes have changed."""
@@ -52,12 +45,11 @@ class Samples:
         self._mapped: list[Tensor] = []
         far: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for tensor in tensors:
-            if (memory := _memory(tensor)) is None:
-                continue
-            if memory.is_cpu:
+            memory = _memory(tensor)
+            if memory is not None and memory.is_cpu:
                 near.append((tensor, memory.numpy().data))
                 self._mapped.append(memory)
-            else:
+            elif memory is not None:
                 far[memory.device].append((tensor, memory))
         self._near = [_View(_chunks(near, [place]), b"".join) for place in range(N_PLACES)]
         self._far = [_View(_chunks(held, range(N_PLACES)), _read_far) for held in far.values()]
@@ -73,14 +65,14 @@ class Samples:
     def take(self) -> None:
         """Store the tensors' present bytes at all places."""
         for view in (*self._near, *self._far):
-            view.take()
+            view.seen = view.read()
         self._differ = False
 
     def differ(self) -> bool:
         """Whether bytes differ from the samples at the next places, or did in an earlier call since `take`."""
         self._n_looks = n = self._n_looks + 1
-        near = self._near[n % N_PLACES]
-        if near.read() != near.seen or (n % _FAR_INTERVAL == 0 and any(view.differs() for view in self._far)):
+        near, far = self._near[n % N_PLACES], () if n % _FAR_INTERVAL else self._far
+        if near.read() != near.seen or any(view.read() != view.seen for view in far):
             self._differ = True
         return self._differ
 

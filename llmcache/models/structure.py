@@ -35,26 +35,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a callable's output is taken apart into tensors for the cache, and built again.
+    """How a callable's output is taken apart into tensors for the cache, and built again."""
 
-    Attributes:
-        kind: Its class.
-        names: Of all its fields, in order; those without a part are None.
-        parts: Its tensors, logits or states first.
-        answer: The name of the logits: of the field `logits`, else of the first float tensor (B, C); None if there is
-            none, or if a part is by token.
-    """
-
-    kind: type
-    names: tuple[Any, ...]
-    parts: tuple[Part, ...]
+    kind: type  # its class
+    names: tuple[Any, ...]  # of all its fields, in order; those without a part are None
+    parts: tuple[Part, ...]  # its tensors, logits or states first
+    #: Name of the logits: the field `logits`, else the first float tensor (B, C). None: none, or a part is by token.
     answer: Any
 
     @classmethod
     def learn(cls, output: Any, ids: Tensor, other: Any, other_ids: Tensor) -> "Structure | None":
         """Return the structure of an output for ids (B, T), compared with that for shorter ones (None: unknown)."""
         fields = {name: tensor_of(value) for name, value in fields_of(output).items()}
-        others = dict(fields if other is None else {name: tensor_of(value) for name, value in fields_of(other).items()})
+        others = fields if other is None else {name: tensor_of(value) for name, value in fields_of(other).items()}
         parts = []
         for name, value in fields.items():
             if value is None:
@@ -87,14 +80,13 @@ class Structure:
     def take_apart(self, output: Any, n_rows: int, n_tokens: int) -> tuple[Tensor, ...] | None:
         """Return the parts of an output as tensors of two dimensions or more; None if it has another structure."""
         fields = fields_of(output)
-        names = {part.name for part in self.parts}
         if type(output) is not self.kind or tuple(fields) != self.names:
             return None
-        if any(value is not None for name, value in fields.items() if name not in names):
+        own = [fields.pop(part.name) for part in self.parts]
+        is_alike = all(part.fits(value, n_rows, n_tokens) for part, value in zip(self.parts, own, strict=True))
+        if not is_alike or any(value is not None for value in fields.values()):
             return None
-        if not all(part.fits(fields[part.name], n_rows, n_tokens) for part in self.parts):
-            return None
-        return tuple(self._widened(tensor_of(fields[part.name]), part) for part in self.parts)
+        return tuple(self._widened(tensor_of(value), part) for part, value in zip(self.parts, own, strict=True))
 
     def _widened(self, value: Tensor, part: Part) -> Tensor:
         """Return a part as states (B, T, D), or as rows: (B, 1, ...) if no part is by token."""

@@ -4,7 +4,7 @@ An inactive adapter affects no state, so it is left out of digests: other adapte
 active one. A layer without an active adapter counts as the layer that it wraps, by its path.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -27,7 +27,7 @@ class Tuner:
         self.module = module
         self.merged = str(getattr(module, "merged_adapters", None))
         self.tensors = tuple(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
-        held = dict(_by_adapter(module))
+        held = _by_adapter(module)
         keys = {key for kept in held.values() for key in kept}
         enabled = [] if module.disable_adapters else list(getattr(module, "active_adapters", ()))
         active = [key for key in enabled if key in keys]
@@ -45,12 +45,8 @@ class Tuner:
         if is_idle:
             names = (name for name in (*vars(module), *module._modules, *module._buffers) if name != base)
             self.left_out = (f"{path}:", *(f"{path}.{name}{end}" for name in names for end in ".:= "))
-        used = {
-            name: {key: kept[key] for key in active if key in kept}
-            for name, kept in held.items()
-            if isinstance(kept, dict)
-        }
-        used = {name: kept for name, kept in used.items() if kept}
+        dicts = ((name, kept) for name, kept in held.items() if isinstance(kept, dict))
+        used = {name: own for name, kept in dicts if (own := {key: kept[key] for key in active if key in kept})}
         #: Lines that replace those about all adapters.
         self.facts = [] if is_idle else [f"{path}: {describe(active)} {describe(used)}"]
 
@@ -93,15 +89,15 @@ def is_activation(hook: Any) -> bool:
     return isinstance(hook, partial) and set(hook.keywords) == {_OFFSETS}
 
 
-def _by_adapter(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a layer that hold a value per adapter, with their names."""
+def _by_adapter(module: Any) -> dict[str, Any]:
+    """Return the attributes of a layer that hold a value per adapter, by name."""
     declared = {*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ())}
-    found = {name: kept for name in declared if hasattr(kept := _get(module, name), "keys")}
-    names = {key for kept in found.values() for key in kept}
+    by_adapter = {name: kept for name in declared if hasattr(kept := _get(module, name), "keys")}
+    names = {key for kept in by_adapter.values() for key in kept}
     for name, kept in (*vars(module).items(), *module._modules.items()):
-        if hasattr(kept, "keys") and name not in found and names.issuperset(kept.keys()):
-            found[name] = kept
-    return iter(found.items())
+        if hasattr(kept, "keys") and name not in by_adapter and names.issuperset(kept.keys()):
+            by_adapter[name] = kept
+    return by_adapter
 
 
 def _get(module: Any, path: str) -> Any:

@@ -1,7 +1,4 @@
-"""Copies of modules that share their tensors, without hooks.
-
-They are compiled in place of a wrapped module, run in trials before a model is wrapped, or compute for the audit.
-"""
+"""Copies of modules without hooks that share their tensors: to compile, to try before wrapping, to audit."""
 
 import copy
 from collections import OrderedDict
@@ -44,9 +41,8 @@ def make_trial(
 ) -> nn.Module:
     """Return a copy in eval mode without hooks, to be run uncompiled, which shares parameters and large buffers.
 
-    `replaced` maps parts that are not copied to their substitutes. If an attribute cannot be copied (a lock), the error
-    is raised with `replaced`; without, all attributes are shared as well, and a part's replaced forward is a
-    `ConfigError`. `TypeError` if a part's forward was replaced by a function, which may call parts of the original,
+    `replaced` maps parts that are not copied to their substitutes. Without it, attributes that cannot be copied (a
+    lock) are shared. `TypeError` if a part's forward was replaced by a function, which may call parts of the original,
     unless `runs_functions` (never allowed for the module itself).
     """
     try:
@@ -70,10 +66,9 @@ def make_trial(
 
 
 def make_replicas(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return a shallow copy of a module and each part, by original: same tensors and attributes, no hooks. Cheap.
+    """Return a shallow copy of a module and each part, by original, without hooks; all but submodules is shared.
 
-    Edits of parameters and buffers show in both. An attribute that holds a module, or a function bound to one, is
-    shared. `ConfigError` if a part's forward was replaced.
+    `ConfigError` if a part's forward was replaced.
     """
     replicas = {part: type(part).__new__(type(part)) for part in module.modules()}
     for part, replica in replicas.items():

@@ -1,6 +1,4 @@
-"""A block of tokens with its K/V and states, and slabs: tensors in which blocks lie side by side.
-
-Storing a prompt copies it into slabs, and a hit concatenates slabs. One tensor per block would need many small copies.
+"""A block of tokens with its K/V and states, and slabs: tensors in which blocks lie side by side, to be copied at once.
 
 A block's key covers everything that its states depend on, every earlier block included. As in vLLM's automatic prefix
 caching (block hash of parent hash, tokens and extra keys), except that only the root hash covers what is not tokens.
@@ -23,16 +21,11 @@ PADDING = "padding."  # prefix, in stored files, of the names of tensors at padd
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One full block of a request, or its tail: the tokens after its last full block.
+    """One full block of a request, or its tail: the tokens after its last full block."""
 
-    Attributes:
-        key: Of a full block, SHA-256 (base64) over scope, block size, first position and all tokens up to its end. Of a
-            tail, the exact key of the request.
-        ids: Its token ids, packed; compared on a hit.
-    """
-
+    #: SHA-256 (base64) over scope, block size, first position and all tokens up to its end; of a tail, the exact key.
     key: str
-    ids: bytes
+    ids: bytes  # packed token ids; compared on a hit
 
 
 @dataclass(frozen=True, slots=True, eq=False)

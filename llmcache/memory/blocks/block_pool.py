@@ -5,12 +5,9 @@ common prefix, and each is held once. A tail may be empty: it then records that 
 its output equals the blocks.
 
 A block keeps the K/V of each layer, not the layers' inputs, from which one projection would rebuild K/V (HCache, arXiv
-2410.05004). Per token and layer, K/V take 2 H D_h numbers and an input takes D. That is twice as much with as many K/V
-heads as query heads, the same with half as many (stories260K), and less with fewer (a quarter in Llama-3 8B). Stored
-K/V are bit-exact and need no norm, projection and rotation, which each family implements differently. The last states
-serve callers that expect the output at every position: D numbers per token, beside L layers of K/V.
-
-Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden width.
+2410.05004): stored K/V are bit-exact, need no norm, projection and rotation, which each family implements differently,
+and are no larger with half as many K/V heads as query heads. Its last states serve callers that expect the output at
+every position.
 """
 
 import threading
@@ -57,13 +54,8 @@ class BlockPool:
         bytes of the budget that other parts hold or are about to hold: see `make_way`. Parts of one wrapped model share
         `purges`.
         """
-        self.size = size
-        self.max_bytes = max_bytes
-        self.device = device
-        self.nbytes = 0
-        self.n_evicted = 0
-        self.n_tails = 0
-        self._n_full = 0
+        self.size, self.max_bytes, self.device = size, max_bytes, device
+        self.nbytes = self.n_evicted = self.n_tails = self._n_full = 0
         self.purges = purges or Purges()
         self._shares = Shares(make_policy)
         self._spent = spent
@@ -173,9 +165,7 @@ class BlockPool:
         with self._lock:
             n_tails = self.n_tails
             self.purges.clear(namespace)
-            for key in self._shares.keys(namespace):
-                self._drop(key)
-            self._slabs.settle()
+            self._drop_from(*self._shares.keys(namespace))
             return n_tails - self.n_tails
 
     def forget(self, keys: Sequence[str]) -> int:
@@ -183,9 +173,7 @@ class BlockPool:
         with self._lock:
             n_tails = self.n_tails
             self.purges.forget(keys)
-            for key in keys:
-                self._drop_from(key)
-            self._slabs.settle()
+            self._drop_from(*keys)
             return n_tails - self.n_tails
 
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
@@ -193,12 +181,13 @@ class BlockPool:
         with self._lock:
             self._expire()
             held = [(key, self._before.get(key), block) for key, block in self._held.items()]
-        records = []
-        for key, before, block in held:
-            if block.scope.weights == weights:
-                about = [key, astuple(block.scope), block.ids.hex(), block.layout.hex(), block.is_tail, before]
-                records.append((block.tensors, about))
-        return pack(records)
+        return pack(
+            [
+                (one.tensors, [key, astuple(one.scope), one.ids.hex(), one.layout.hex(), one.is_tail, before])
+                for key, before, one in held
+                if one.scope.weights == weights
+            ]
+        )
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
         """Load blocks saved by `state`, as far as they fit."""
@@ -231,9 +220,7 @@ class BlockPool:
 
     def _expire(self) -> None:
         """Remove blocks that have expired under their policy, and all that follow them."""
-        for key in self._shares.expired():
-            self.n_evicted += self._drop_from(key)
-        self._slabs.settle()
+        self.n_evicted += self._drop_from(*self._shares.expired())
 
     def _last_after(self, key: str) -> str:
         """Return the last block of a chain through a block; the block itself if none follows."""
@@ -241,13 +228,14 @@ class BlockPool:
             key = next(iter(self._after[key]))
         return key
 
-    def _drop_from(self, key: str) -> int:
-        """Remove a block, if held, and all that follow it; return how many were removed."""
-        n_dropped = 0
-        while key in self._held:
-            self._drop(self._last_after(key))
-            n_dropped += 1
-        return n_dropped
+    def _drop_from(self, *keys: str) -> int:
+        """Remove blocks, if held, and all that follow them; return how many were removed."""
+        n_before = len(self._held)
+        for key in keys:
+            while key in self._held:
+                self._drop(self._last_after(key))
+        self._slabs.settle()
+        return n_before - len(self._held)
 
     def _add(self, key: str, block: Block, nbytes: int, before: str | None) -> None:
         self._held[key] = block

@@ -92,15 +92,14 @@ def check_ids(ids: Ids, x: Floats, dim: int) -> None:
 def check_query(x: Floats, dim: int, k: int) -> None:
     """Raise `ValueError` unless `x` passes `check_rows` and `k` is at least 1."""
     check_rows(x, dim)
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    check_least(k=k)
 
 
-def check_positive(**options: int) -> None:
-    """Raise `ValueError` unless all options are at least 1."""
+def check_least(least: int = 1, **options: int) -> None:
+    """Raise `ValueError` if an option is under `least`."""
     for name, value in options.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def no_rows(n_queries: int, width: int = 0) -> tuple[Ids, Floats]:

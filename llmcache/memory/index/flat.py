@@ -3,6 +3,7 @@
 N: rows, B: queries, F: dimensions, k: neighbours per query.
 """
 
+from contextlib import suppress
 from functools import cache
 from threading import Thread
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.memory.index.base import Index, check_ids, check_positive, check_query, no_rows
+from llmcache.memory.index.base import Index, check_ids, check_least, check_query, no_rows
 from llmcache.support.arrays import Floats, Ids
 
 _READ = 16  # a search reads one in 16 lists
@@ -48,7 +49,7 @@ class FlatIndex(Index):
     _dtype: ClassVar[type[np.generic]] = np.float32
 
     def __init__(self, dim: int) -> None:
-        check_positive(dim=dim)
+        check_least(dim=dim)
         self.dim = dim
         self._slot_of: dict[int, int] = {}
         self._ids: Ids = np.empty(0, np.int64)  # by slot, with spare room at the end
@@ -109,9 +110,8 @@ class FlatIndex(Index):
 
     def _find(self, x: NDArray[Any], rows: NDArray[Any], k: int) -> tuple[Floats, Ids]:
         faiss = load_faiss()
-
-        found: tuple[Floats, Ids] = in_one_thread(faiss.knn, x, rows, k, faiss.METRIC_INNER_PRODUCT)
-        return found
+        nearest: tuple[Floats, Ids] = in_one_thread(faiss.knn, x, rows, k, faiss.METRIC_INNER_PRODUCT)
+        return nearest
 
 
 class BinaryIndex(FlatIndex):
@@ -137,9 +137,7 @@ class BinaryIndex(FlatIndex):
         return signs
 
     def _find(self, x: NDArray[Any], rows: NDArray[Any], k: int) -> tuple[Floats, Ids]:
-        faiss = load_faiss()
-
-        n_different, slots = in_one_thread(faiss.knn_hamming, self._encode(x), rows, k)
+        n_different, slots = in_one_thread(load_faiss().knn_hamming, self._encode(x), rows, k)
         return (1 - 2 * n_different / self.dim).astype(np.float32), slots
 
 
@@ -159,7 +157,7 @@ class AutoIndex(Index):
             switch: Most rows that are searched exhaustively, at least 1.
             probes: Fewest lists that a search reads, at least 1. More lists miss fewer neighbours and take longer.
         """
-        check_positive(dim=dim, switch=switch, probes=probes)
+        check_least(dim=dim, switch=switch, probes=probes)
         self.dim, self._switch, self._probes = dim, switch, probes
         self._rows: FlatIndex | InvertedFile = FlatIndex(dim)
         self._most = switch  # rows beyond which a new structure is built
@@ -206,12 +204,12 @@ class AutoIndex(Index):
         if build is None or build.is_alive():
             return
         self._build, self._most = None, _GROWTH * len(self)
-        if build.made is not None:  # None: memory ran out, or the process was forked
+        if build.file is not None:  # None: memory ran out, or the process was forked
             missed = np.array([*build.missed], np.int64)
-            build.made.remove(missed)
+            build.file.remove(missed)
             again = missed[[name in self._rows for name in missed.tolist()]]
-            build.made.add(again, self._rows.vectors(again))
-            self._rows = build.made
+            build.file.add(again, self._rows.vectors(again))
+            self._rows = build.file
 
 
 class InvertedFile(Index):
@@ -220,12 +218,9 @@ class InvertedFile(Index):
     def __init__(self, ids: Ids, x: Floats, probes: int) -> None:
         """Cluster rows (N, F) and add them."""
         faiss = load_faiss()
-
         self.dim = int(x.shape[1])
-        n_lists = max(1, int(4 * len(x) ** 0.5))
-        self._faiss: Any = faiss.IndexIVFFlat(
-            faiss.IndexFlatIP(self.dim), self.dim, n_lists, faiss.METRIC_INNER_PRODUCT
-        )
+        n_lists, metric = max(1, int(4 * len(x) ** 0.5)), faiss.METRIC_INNER_PRODUCT
+        self._faiss: Any = faiss.IndexIVFFlat(faiss.IndexFlatIP(self.dim), self.dim, n_lists, metric)
         self._faiss.cp.min_points_per_centroid = 1  # no warning on stderr
         self._faiss.cp.max_points_per_centroid = 40
         self._faiss.nprobe = max(probes, n_lists // _READ)
@@ -287,14 +282,10 @@ class _Build(Thread):
     def __init__(self, ids: Ids, x: Floats, probes: int) -> None:
         super().__init__(name="llmcache-index")
         self._arguments = ids, x, probes
-        self.made: InvertedFile | None = None
+        self.file: InvertedFile | None = None
         self.missed: set[int] = set()  # ids added or removed since the copy was made
 
     def run(self) -> None:
-        faiss = load_faiss()
-
-        faiss.omp_set_num_threads(1)  # for this thread only: other cores compute the model
-        try:
-            self.made = InvertedFile(*self._arguments)
-        except (MemoryError, RuntimeError):  # FAISS raises RuntimeError; searches keep the old structure
-            self.made = None
+        load_faiss().omp_set_num_threads(1)  # for this thread only: other cores compute the model
+        with suppress(MemoryError, RuntimeError):  # FAISS raises RuntimeError; searches keep the old structure
+            self.file = InvertedFile(*self._arguments)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.memory.index.base import Index, check_ids, check_query, no_rows
+from llmcache.memory.index.base import Index, check_ids, check_least, check_query, no_rows
 from llmcache.memory.index.flat import in_one_thread, load_faiss
 from llmcache.support.arrays import Floats, Ids
 
@@ -26,15 +26,10 @@ class HNSWIndex(Index):
             ef_construction: Candidates of an insertion, at least 1.
             ef_search: Candidates of a search, at least 1. More candidates find more and take longer.
         """
-        faiss = load_faiss()
-
-        for name, value, least in ("dim", dim, 1), ("M", M, 2), ("ef_construction", ef_construction, 1), (
-            "ef_search", ef_search, 1,
-        ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_least(dim=dim, ef_construction=ef_construction, ef_search=ef_search)
+        check_least(2, M=M)
         self.dim, self._ef_search = dim, ef_search
-        self._faiss: Any = faiss.IndexHNSWFlat(dim, M, faiss.METRIC_INNER_PRODUCT)
+        self._faiss: Any = load_faiss().IndexHNSWFlat(dim, M, load_faiss().METRIC_INNER_PRODUCT)
         self._faiss.hnsw.efConstruction = ef_construction
         self._slot_of: dict[int, int] = {}
         self._ids: Ids = np.empty(0, np.int64)  # by slot, -1 for dead rows, with spare room at the end
@@ -54,16 +49,14 @@ class HNSWIndex(Index):
         self._slot_of.update(zip(last, range(first, n), strict=True))
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        faiss = load_faiss()
-
         check_query(x, self.dim, k)
         width, total = min(k, len(self)), self._faiss.ntotal
         if not width or not len(x):
             return no_rows(len(x), width)
-        options = faiss.SearchParametersHNSW()
+        options = load_faiss().SearchParametersHNSW()
         if total > len(self):
             is_alive = np.packbits(self._ids[:total] >= 0, bitorder="little")
-            options.sel = faiss.IDSelectorBitmap(is_alive)
+            options.sel = load_faiss().IDSelectorBitmap(is_alive)
         # Tombstones use up candidates, so their number is scaled by all rows over live rows.
         options.efSearch = max(width, self._ef_search) * total // len(self)
         while True:

@@ -38,7 +38,8 @@ class LSHIndex(Index):
                 f"threshold={threshold}, recall={recall}: give a threshold over 0, at most 1, and a recall between"
             )
         self.dim = dim
-        self.width = widest_band(dim, threshold, recall)
+        widths = range(dim // 2, 0, -1)  # datasketch needs at least two bands
+        self.width = next((one for one in widths if chance_to_meet(threshold, dim, one) >= recall), 1)
         self._rows = FlatIndex(dim)
         self._bands = _open_bands(dim, self.width)
 
@@ -83,12 +84,6 @@ def share_equal(rows: Floats, row: Floats) -> Floats:
     """Return the share (N,) of entries in which rows (N, F) equal `row` (F,), an estimate of Jaccard similarity."""
     share: Floats = (rows == row).mean(axis=1, dtype=np.float32)
     return share
-
-
-def widest_band(dim: int, threshold: float, recall: float) -> int:
-    """Return the most entries per band with which sets at the threshold meet with probability `recall`, at least 1."""
-    widths = range(dim // 2, 0, -1)  # datasketch needs at least two bands
-    return next((r for r in widths if chance_to_meet(threshold, dim, r) >= recall), 1)
 
 
 def chance_to_meet(jaccard: float, dim: int, width: int) -> float:

@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 #: The bytes of a value. A store may return memory-mapped bytes.
@@ -36,19 +36,12 @@ class StoreKey:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A value to store.
-
-    Attributes:
-        key: Key of the value.
-        value: Bytes made by `seal.Seal`.
-        number: Number of the namespace before the value was computed; see `Store.numbers`.
-        since: A cursor from before the value was computed; see `Store.purges`.
-    """
+    """A value to store."""
 
     key: StoreKey
-    value: Bytes
-    number: int
-    since: str
+    value: Bytes  # made by `seal.Seal`
+    number: int  # of the namespace before the value was computed; see `Store.numbers`
+    since: str  # a cursor from before the value was computed; see `Store.purges`
 
 
 def forgets_of(namespace: str) -> str:
@@ -58,47 +51,29 @@ def forgets_of(namespace: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """A purge: values of one namespace, a whole namespace, or everything.
+    """A purge: values of one namespace, a whole namespace, or everything."""
 
-    Attributes:
-        namespace: The namespace, or None for all.
-        names: Names of the forgotten values; empty for the whole namespace.
-    """
-
-    namespace: str | None
-    names: tuple[str, ...] = ()
+    namespace: str | None  # None: all
+    names: tuple[str, ...] = ()  # of the forgotten values; empty for the whole namespace
 
 
 @dataclass(frozen=True, slots=True)
 class Purges:
-    """The purges since a cursor.
+    """The purges since a cursor."""
 
-    Attributes:
-        found: The purges, in order.
-        cursor: The cursor to pass to the next call.
-        is_complete: Whether no purge is missing. If False, compare the numbers of all namespaces you hold.
-    """
-
-    found: Sequence[Purge] = field(default=())
-    cursor: str = ""
-    is_complete: bool = True
+    found: Sequence[Purge] = ()  # in order
+    cursor: str = ""  # to pass to the next call
+    is_complete: bool = True  # no purge is missing; if False, compare the numbers of all namespaces you hold
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The size of a store.
+    """The size of a store."""
 
-    Attributes:
-        n_values: Number of values held.
-        nbytes: Their size in bytes.
-        max_bytes: Budget in bytes; None if the server sets it.
-        n_evicted: Values evicted for lack of room since this store was opened.
-    """
-
-    n_values: int
-    nbytes: int
-    max_bytes: int | None = None
-    n_evicted: int = 0
+    n_values: int  # number of values held
+    nbytes: int  # their size in bytes
+    max_bytes: int | None = None  # budget in bytes; None if the server sets it
+    n_evicted: int = 0  # values evicted for lack of room since this store was opened
 
 
 class Memory(Protocol):

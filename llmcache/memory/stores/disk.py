@@ -5,8 +5,7 @@
     .lock           held while a process opens the store
 
 A file is written under a temporary name and renamed in the transaction that adds its row. So every row has a whole
-file, even if the process is killed; the next process to open the store removes files without a row. A power loss may
-damage files, which is detected when they are read.
+file, even if the process is killed. A power loss may damage files, which is detected when they are read.
 """
 
 import logging
@@ -63,16 +62,12 @@ class DiskStore(Store):
         found = self._index.find(digests, with_bodies=True) if time.monotonic() < deadline else {}
         values: list[Bytes | None] = []
         for digest in digests:
-            held = found.get(digest)
-            if held is None or time.monotonic() >= deadline:
-                values.append(None)
-            elif held.file is None:
-                values.append(held.body)
-            else:
-                value = self._map(held.file, held.nbytes)
-                values.append(value)
+            held, value = found.get(digest), None
+            if held is not None and time.monotonic() < deadline:
+                value = held.body if held.file is None else self._map(held.file, held.nbytes)
                 if value is None or len(value) < held.nbytes:
                     self._lost.add((digest, held.file))
+            values.append(value)
         self._index.use([digest for digest, value in zip(digests, values, strict=True) if value is not None])
         return values
 
@@ -99,9 +94,9 @@ class DiskStore(Store):
         except BaseException as error:
             for path in named:
                 path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise StoreError(f"{self._folder}: could not write: {error}") from error
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise StoreError(f"{self._folder}: could not write: {error}") from error
         finally:
             for part in parts.values():
                 part.unlink(missing_ok=True)
@@ -148,11 +143,9 @@ class DiskStore(Store):
     @property
     def _index(self) -> DiskIndex:
         """The open index, reopened if its file was removed or replaced, which may have lost purges."""
-        index = self._opened
-        if index is not None and not index.is_in_place:
+        if (index := self._opened) is not None and not index.is_in_place:
             with self._opening:
-                index = self._opened
-                if index is not None and not index.is_in_place:
+                if (index := self._opened) is not None and not index.is_in_place:
                     index.close()
                     try:
                         index = self._opened = self._open()

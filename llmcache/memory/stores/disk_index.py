@@ -10,7 +10,6 @@ process; a power loss may lose the latest commits, but never part of one.
 """
 
 import json
-import os
 import re
 import secrets
 import sqlite3
@@ -75,9 +74,7 @@ class DiskIndex:
     def __init__(self, path: Path) -> None:
         """Open a database, creating it if needed.
 
-        Raises:
-            ValueError: It belongs to another application or version, or cannot be opened.
-            DamagedError: It is damaged or not a database.
+        `ValueError`: it belongs to another application or version, or cannot be opened. `DamagedError`: see there.
         """
         self._path = path
         self._reading, self._writing = forkable(threading.Lock()), forkable(threading.Lock())
@@ -205,10 +202,7 @@ class DiskIndex:
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """Close both connections; they reopen when needed.
-
-        Called before a fork: SQLite records its file locks in process memory, and a child would take them for its own.
-        """
+        """Close both connections, also before a fork: a child would take SQLite's file locks for its own."""
         for connection in self._reader, self._writer:
             if connection is not None:
                 connection.close()
@@ -225,14 +219,14 @@ class DiskIndex:
             raise StoreError(f"{self._path}: {'closed' if self._is_closed else 'in use while the process was forked'}")
         if self._file is not None and not self.is_in_place:
             raise StoreError(f"{self._path}: removed or replaced")
-        made = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(self._path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
         try:
-            made.execute("PRAGMA synchronous = NORMAL")
-            made.execute("PRAGMA secure_delete = ON")  # purged values must not remain in the file
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA secure_delete = ON")  # purged values must not remain in the file
         except BaseException:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._reading, _as_store_error():
@@ -348,8 +342,6 @@ def _checked(file: Any) -> str | None:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return the device and inode of a file, which differ after it is replaced; None if there is no file."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+    with suppress(OSError):
+        return (about := path.stat()).st_dev, about.st_ino
+    return None

@@ -55,8 +55,7 @@ class Follower:
     def purges(self, since: str | None) -> Purges:
         """Return the purges after a cursor, all that are at least `LEASE_S` old; see `Store.purges`.
 
-        Raises:
-            StoreError: The server has not answered for `LEASE_S`, and no earlier purge is new to the caller.
+        Raise `StoreError` if the server has not answered for `LEASE_S`, and no earlier purge is new to the caller.
         """
         with self._changed:
             # Waits only if the thread was kept from running: a lost server is marked away within the lease.

@@ -101,8 +101,7 @@ class Server:
     def __init__(self, url: str, prefix: str) -> None:
         """Parse a URL: `redis://`, `rediss://` (TLS) or `unix://`; `LLMCACHE_REDIS_PASSWORD` is the default password.
 
-        Raises:
-            ValueError: The URL is invalid, or redis-py is not installed.
+        Raise `ValueError` if the URL is invalid, or redis-py is not installed.
         """
         try:
             from redis.backoff import NoBackoff
@@ -141,12 +140,7 @@ class Server:
 
     @contextmanager
     def exchange(self, client: Any) -> Iterator[Run]:
-        """Yield the server's current run.
-
-        Raises:
-            UnusableError: The server cannot be used.
-            StoreError: It cannot be reached, or restarted within the block, so that its replies do not count.
-        """
+        """Yield the server's current run; `StoreError` if it restarts within the block: its replies do not count."""
         if not self._run:
             self.ask(client, [("PING",)])
         run = self._run
@@ -157,9 +151,7 @@ class Server:
     def ask(self, client: Any, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one pipeline and return their replies.
 
-        Raises:
-            UnusableError: The server refuses a command, and always will.
-            StoreError: A reply is an error, or did not come in time.
+        `UnusableError`: the server refuses a command, and always will. `StoreError`: another error, or no reply.
         """
         from redis.exceptions import RedisError
 

@@ -35,27 +35,19 @@ _ABOUT = "__about__"  # the tensor that holds the metadata as JSON
 
 
 class MismatchError(ValueError):
-    """A value does not match its key or is not ours: a miss.
-
-    Attributes:
-        reason: `damaged` (truncated, changed, or of another secret or key), `other_format` or `other_key` (or number).
-    """
+    """A value does not match its key or is not ours: a miss."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
+        #: `damaged` (truncated, changed, or of another secret or key), `other_format` or `other_key` (or number).
         self.reason = reason
 
 
 class Opened(NamedTuple):
-    """The content of a value.
+    """The content of a value."""
 
-    Attributes:
-        tensors: Tensors by name, on the CPU, none sharing memory.
-        about: The metadata sealed with them.
-    """
-
-    tensors: dict[str, Tensor]
-    about: dict[str, Any]
+    tensors: dict[str, Tensor]  # by name, on the CPU, none sharing memory
+    about: dict[str, Any]  # the metadata sealed with them
 
 
 class Seal:
@@ -108,11 +100,7 @@ class Seal:
         return b"".join((head, nonce, self._cipher.encrypt(nonce, body, head + self._secret)))
 
     def open(self, key: StoreKey, number: int, value: Bytes) -> Opened:
-        """Verify a value and return its content.
-
-        Raises:
-            MismatchError: The value was not sealed under this key and number with this secret and encryption key.
-        """
+        """Return a value's content; `MismatchError` if it was not sealed under this key, number, secret and cipher."""
         whole = memoryview(value)
         head, rest = whole[: _HEAD.size], whole[_HEAD.size :]
         if len(head) < _HEAD.size or head[:4] != _MAGIC:
@@ -132,9 +120,9 @@ class Seal:
             raise MismatchError("damaged", f"its header does not fit it: {error!r}") from error
 
     def _checksum(self, head: Bytes, body: Bytes) -> bytes:
-        made: Any = hmac.new(self._secret, head, "sha256") if self._secret else hashlib.sha256(head)
-        made.update(body)
-        return bytes(made.digest())
+        sha: Any = hmac.new(self._secret, head, "sha256") if self._secret else hashlib.sha256(head)
+        sha.update(body)
+        return bytes(sha.digest())
 
     def _checked(self, head: memoryview, rest: memoryview) -> bytes | None:
         """Verify and decrypt the part after the header; None if it was changed."""

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any, TypeVar
@@ -55,7 +56,7 @@ class Tier:
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)
         weakref.finalize(self, self._behind.close)  # also at exit, when the thread must not be running torch
-        self.break_even = BreakEven(least_tokens)
+        self.break_even = BreakEven(least_tokens)  # told how long calls on the CPU took to compute
         self._memory = memory
         self._following = forkable(threading.RLock())
         self._cursor: str | None = None
@@ -217,10 +218,6 @@ class Tier:
             self.break_even.looked_up(n_tokens, took_s)
         return found
 
-    def computed(self, n_tokens: int, seconds: float) -> None:
-        """Record how long a call on the CPU took to compute; elsewhere timing means waiting for the device."""
-        self.break_even.computed(n_tokens, seconds)
-
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
         """Read values as `read` does, but whether or not it pays, and uncounted; open all that came in time."""
         return self._get(asked, monotonic() + patience_s, open_until=inf)
@@ -302,8 +299,5 @@ class Tier:
             read_ms=1e3 * self._read_s,
             least_tokens=self.break_even.least_tokens,
             is_answering=not self._behind.reads.is_open,
-            n_values=None if held is None else held.n_values,
-            nbytes=None if held is None else held.nbytes,
-            max_bytes=None if held is None else held.max_bytes,
-            n_evicted=None if held is None else held.n_evicted,
+            **(dict.fromkeys(("n_values", "nbytes", "max_bytes", "n_evicted")) if held is None else asdict(held)),
         )

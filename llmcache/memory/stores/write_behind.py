@@ -89,11 +89,7 @@ class WriteBehind:
         at_fork(self._reset_after_fork)
 
     def add(self, job: Job) -> None:
-        """Queue a value to be written.
-
-        It is dropped and counted if the queue is full, if writes fail, or if the number of its namespace is unknown, as
-        no store would accept it.
-        """
+        """Queue a value to be written; drop it if the queue is full, writes fail or its number is unknown."""
         with self._changed:
             is_too_much = self._nbytes + job.nbytes > MAX_WAITING_BYTES
             if self.is_closed or self.is_resting or is_too_much or job.number == NO_NUMBER:
