@@ -143,7 +143,6 @@ class Bank:
                 self._admit(self._entries[key])
 
     def is_pinned(self, key: str) -> bool:
-        """Whether an entry is pinned."""
         return key in self._pinned
 
     def put(self, entries: Iterable[Entry], generation: int, cost: float | None = None) -> int:
@@ -175,7 +174,6 @@ class Bank:
         return n_too_large
 
     def namespaces(self) -> list[str]:
-        """Return the namespaces with entries."""
         with self._lock:
             return list({*self._shares, *(self._entries[key].scope.namespace for key in self._pinned)})
 

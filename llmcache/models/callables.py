@@ -163,7 +163,6 @@ class Function:
         return self({"input_ids": rows, **masked}, {})
 
     def _row(self, rows: Tensor, number: int, mask: Tensor | None = None) -> list[Tensor]:
-        """Return the parts of one row of a call."""
         assert self.structure is not None
         parts = self.structure.take_apart(self._run(rows, mask), *rows.shape)
         if parts is None:
@@ -273,7 +272,6 @@ class CallableModel(nn.Module):
     """A callable as a model, called by `cache(**inputs)`."""
 
     def __init__(self, given: Any, digest: str | None, embeddings: Any, tokenizer: Any) -> None:
-        """Hold a callable; see `LLMCache.wrap`."""
         super().__init__()
         if digest is None:
             digest = _digest_of(given)

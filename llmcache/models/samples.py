@@ -22,7 +22,6 @@ class _View:
     """Chunks of some tensors' memory that are read together, and their bytes when last sampled (`seen`)."""
 
     def __init__(self, chunks: Sequence[tuple[Tensor, Any]], read: Callable[[list[Any]], bytes]) -> None:
-        """Remember (tensor, chunk) pairs, whose chunks `read` joins."""
         self._chunks = chunks
         self.read = partial(read, [chunk for _, chunk in chunks])
         self.seen = b""

@@ -95,7 +95,6 @@ class Structure:
         return value[:, None] if not (self.is_by_token and part.shape) else value
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return an output of these parts."""
         made: dict[Any, Any] = dict.fromkeys(self.names)
         for part, tensor in zip(self.parts, tensors, strict=True):
             if tensor.ndim > 1 + part.by_token + len(part.shape):

@@ -146,8 +146,9 @@ class Weights:
         With `may_skip_check` the check is skipped if nothing was edited for long (`Look.is_made`). Then call `stayed`
         before a hit is served and after a miss has run.
         """
-        if (self._suspects or self._trained) and self.is_trained:
-            return Look("", None, "gradients_held", None)
+        if self._suspects or self._trained:
+            if sum(tensor.nbytes for tensor in self._tensors if _holds_gradient(tensor)) > MAX_HELD_BYTES:
+                return Look("", None, "gradients_held", None)
         is_skipped = may_skip_check and self.is_steady
         digest = self._state[1] if is_skipped else self.digest()
         snapshot, latest = self._state
@@ -228,13 +229,6 @@ class Weights:
         """The refusal if weights cannot be told apart from others at all, else None."""
         return self._refusal if self._refusal in _UNREADABLE else None
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether the tensors that hold gradients exceed `MAX_HELD_BYTES`, too many to hash in each call."""
-        if not (self._suspects or self._trained):
-            return False
-        return sum(tensor.nbytes for tensor in self._tensors if _holds_gradient(tensor)) > MAX_HELD_BYTES
-
     # -- comparing -----------------------------------------------------------------------------------------------------
 
     def _is_stale(self, is_kept: bool) -> bool:
@@ -299,8 +293,9 @@ class Weights:
             self._samples, self._state = Samples(), (None, self._state[1])
             self._hashed.clear()
             self._known.clear()
-        if (known := self._find_known()) is not None and not (suspects or self._samples.differ()):
-            snapshot, (digest, self._refusal) = known
+        snapshot = self.snapshot()
+        if (known := self._known.get(snapshot)) is not None and not (suspects or self._samples.differ()):
+            digest, self._refusal = known
             self._set_state(snapshot, digest)
             return
         edited = self._samples.edited()
@@ -336,14 +331,7 @@ class Weights:
         self._state = (snapshot, digest)
         self._is_doubted = bool(self._suspects)
 
-    def _find_known(self) -> tuple[Snapshot, tuple[str, str | None]] | None:
-        """Return the present snapshot with its known digest and refusal; None for a new state."""
-        snapshot = self.snapshot()
-        known = self._known.get(snapshot)
-        return None if known is None else (snapshot, known)
-
     def _survey(self) -> None:
-        """Collect the modules, dicts, settings and tensors to watch."""
         left_out = [] if self._without is None else list(self._without.modules())
         excluded = set(left_out)
         named = {name: part for name, part in self._module.named_modules() if part not in excluded}
@@ -451,7 +439,7 @@ class Weights:
             if id(tensor) in hashed and hashed[id(tensor)][-1] != digest:
                 self._known.clear()  # written without a trace: digests known for other settings no longer hold
             # The storage is kept alive, so that no replacement gets its address.
-            hashed[id(tensor)] = (tensor, _storage(tensor), _address(tensor), version, digest)
+            hashed[id(tensor)] = (tensor, *_place_of(tensor), version, digest)
         self._hashed = hashed
 
     def _is_hashed(self, tensor: Tensor) -> bool:
@@ -505,15 +493,9 @@ def _changes_in_training(part: nn.Module) -> bool:
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items())
 
 
-def _storage(tensor: Tensor) -> Any:
+def _place_of(tensor: Tensor) -> tuple[Any, int]:
+    """Return a tensor's storage and address."""
     try:
-        return tensor.untyped_storage()
+        return tensor.untyped_storage(), tensor.data_ptr()
     except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors, which are watched themselves
-        return None
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
+        return None, 0

@@ -25,12 +25,10 @@ class Slabs:
         self._changed: set[Slab] = set()  # changed since the last `settle`
 
     def add(self, key: str, block: Block) -> None:
-        """Record an added block."""
         self._keys.setdefault(block.slab, []).append(key)
         self._changed.add(block.slab)
 
     def remove(self, key: str, block: Block) -> None:
-        """Record a removed block."""
         self._keys[block.slab].remove(key)
         self._changed.add(block.slab)
 

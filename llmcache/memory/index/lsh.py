@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.memory.index.base import Index, check_query, no_rows
+from llmcache.memory.index.base import Index, check_least, check_query, no_rows
 from llmcache.memory.index.flat import FlatIndex
 from llmcache.support.arrays import Floats, Ids
 
@@ -31,8 +31,9 @@ class LSHIndex(Index):
             threshold: Least Jaccard similarity of rows to find, over 0, at most 1. In a cache: its tau.
             recall: Least probability, over 0 and under 1, that a row at the threshold is found.
         """
-        if dim < 2:
-            raise ValueError(f"dim must be at least 2, got {dim}")
+        from datasketch import MinHashLSH
+
+        check_least(2, dim=dim)
         if not 0 < threshold <= 1 or not 0 < recall < 1:
             raise ValueError(
                 f"threshold={threshold}, recall={recall}: give a threshold over 0, at most 1, and a recall between"
@@ -41,7 +42,7 @@ class LSHIndex(Index):
         widths = range(dim // 2, 0, -1)  # datasketch needs at least two bands
         self.width = next((one for one in widths if chance_to_meet(threshold, dim, one) >= recall), 1)
         self._rows = FlatIndex(dim)
-        self._bands = _open_bands(dim, self.width)
+        self._bands: Any = MinHashLSH(num_perm=dim, params=(dim // self.width, self.width))
 
     def add(self, ids: Ids, x: Floats) -> None:
         self._rows.add(ids, x)
@@ -89,12 +90,6 @@ def share_equal(rows: Floats, row: Floats) -> Floats:
 def chance_to_meet(jaccard: float, dim: int, width: int) -> float:
     """Return the probability that signatures (dim,) of two such sets agree in a whole band of `width` entries."""
     return float(1 - (1 - jaccard**width) ** (dim // width))
-
-
-def _open_bands(dim: int, width: int) -> Any:
-    from datasketch import MinHashLSH
-
-    return MinHashLSH(num_perm=dim, params=(dim // width, width))
 
 
 def _sketch(row: Floats) -> Any:

@@ -35,9 +35,7 @@ class Divergence(Ranked):
             raise ValueError(f"limit={limit}: give a number over 0 and at most 2, the range of 1 - cosine")
         if not 0 < weight <= 1:
             raise ValueError(f"weight={weight}: give a number over 0 and at most 1")
-        self.check_rate = check_rate
-        self.limit = limit
-        self.weight = weight
+        self.check_rate, self.limit, self.weight = check_rate, limit, weight
         super().__init__()  # ranked by average, highest first, then by use
         self._random = random.Random(seed)
         self._over: dict[str, None] = {}

@@ -37,7 +37,6 @@ class GDSF(Ranked):
             self._use(key)
 
     def on_cost(self, key: str, cost: float) -> None:
-        """Record the cost of an entry and update its rank."""
         if not 0 < cost < math.inf:
             raise ValueError(f"cost={cost}: give a number over 0")
         if key in self._ranking:

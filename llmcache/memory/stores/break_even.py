@@ -23,7 +23,6 @@ class BreakEven(LookUpTimes):
 
     @property
     def least_tokens(self) -> int:
-        """Least number of tokens for which a value is read."""
         return super().least_tokens if self._given is None else self._given
 
     def patience_s(self, n_tokens: int) -> float:

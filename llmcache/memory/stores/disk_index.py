@@ -196,7 +196,6 @@ class DiskIndex:
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close both connections permanently."""
         with self._reading, self._writing:
             self._is_closed = True
             self._disconnect()
@@ -242,7 +241,6 @@ class Changes:
         self._tick = self._one("SELECT coalesce(max(used), 0) FROM held")
 
     def use(self, keys: Iterable[bytes]) -> None:
-        """Record that keys were used, in this order."""
         for key in keys:
             self._tick += 1
             self._do("UPDATE held SET used = ? WHERE key = ?", (self._tick, key))
@@ -296,7 +294,6 @@ class Changes:
         return [file for one in lost for file in self._remove("key = ? AND file = ?", *one)]
 
     def files(self) -> set[str]:
-        """Return all files that have a row."""
         return {name for (file,) in self._do("SELECT file FROM held") if (name := _checked(file)) is not None}
 
     def _remove(self, which: str, *values: Any) -> list[str | None]:

@@ -195,7 +195,6 @@ class RedisStore(Store):
         return links
 
     def _reset_after_fork(self) -> None:
-        """Drop the parent's connections in a forked child."""
         self._opened = None
 
     def _open(self) -> _Links:

@@ -31,7 +31,6 @@ _AT_ONCE = 1_000  # stream entries per read
 
 
 def purge_command(at: Run, namespace: str | None, names: Sequence[str] = ()) -> Command:
-    """Return the command that adds a purge to the stream."""
     return _add(at, "purged", json.dumps([namespace, *names]))
 
 

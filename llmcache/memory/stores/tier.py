@@ -143,8 +143,7 @@ class Tier:
     def purge(self, namespace: str | None) -> int:
         """Purge a namespace (None: all) in the store and in memory; return how many requests memory held.
 
-        Raises:
-            StoreError: The store failed to purge, and may still serve these values. Memory is purged anyway.
+        `StoreError`: the store failed, and may still serve these values. Memory is purged anyway.
         """
         return self._drop(lambda: self._store.purge(namespace), namespace)
 
@@ -231,7 +230,7 @@ class Tier:
     @property
     def has_dropped(self) -> bool:
         """Whether values were dropped that can be queued again; see `lacks`."""
-        return self._behind.has_dropped
+        return bool(self._behind.dropped)
 
     def lacks(self, scope: Scope, name: str) -> bool:
         """Whether a value was dropped; the caller is expected to queue it again."""
@@ -280,11 +279,9 @@ class Tier:
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Wait until all queued values are written or dropped."""
         self._behind.drain()
 
     def close(self) -> None:
-        """Write the queued values and close the store."""
         self._behind.close()
 
     def stats(self) -> TierStats:

@@ -52,7 +52,6 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether use of the store is suspended."""
         return self.n_failed >= _FAILURES
 
     @property
@@ -83,7 +82,7 @@ class WriteBehind:
         self.n_written = self.n_dropped = self._nbytes = 0
         self.is_closed = self._is_busy = False
         self._jobs: deque[Job] = deque()
-        self._dropped: dict[StoreKey, None] = {}  # keys of dropped values, the latest last
+        self.dropped: dict[StoreKey, None] = {}  # keys of dropped values, which can be queued again; the latest last
         self._changed = forkable(threading.Condition())
         self._thread: threading.Thread | None = None
         at_fork(self._reset_after_fork)
@@ -99,15 +98,10 @@ class WriteBehind:
             self._nbytes += job.nbytes
             self._wake()
 
-    @property
-    def has_dropped(self) -> bool:
-        """Whether values were dropped that can be queued again."""
-        return bool(self._dropped)
-
     def take_dropped(self, key: StoreKey) -> bool:
         """Whether a value was dropped; if so, remove it from the dropped ones."""
         with self._changed:
-            return self._dropped.pop(key, self) is None
+            return self.dropped.pop(key, self) is None
 
     def failed(self, what: str, error: Exception, is_of_call: bool = True) -> None:
         """Count a failure of a read; once the breaker opens, the thread tests whether the store answers."""
@@ -119,7 +113,6 @@ class WriteBehind:
 
     @property
     def is_resting(self) -> bool:
-        """Whether writes are suspended after failures."""
         return self._writes.left_s > 0
 
     def drain(self) -> None:
@@ -221,7 +214,7 @@ class WriteBehind:
         """Drop jobs, count them and remember their keys. The caller holds the lock."""
         self.n_dropped += len(jobs)
         for job in jobs:
-            self._dropped.pop(job.key, None)
-            self._dropped[job.key] = None
-        for key in list(islice(self._dropped, max(0, len(self._dropped) - _MOST_DROPPED))):
-            del self._dropped[key]
+            self.dropped.pop(job.key, None)
+            self.dropped[job.key] = None
+        for key in list(islice(self.dropped, max(0, len(self.dropped) - _MOST_DROPPED))):
+            del self.dropped[key]
