@@ -104,11 +104,11 @@ class Bank:
         with self._lock:
             if self._expires:
                 self._expire()
-            found = [self._entries.get(row.key) for row in rows]
-            for entry in found:
+            entries = [self._entries.get(row.key) for row in rows]
+            for entry in entries:
                 if entry is not None:
                     self._record_hit(entry)
-            return found
+            return entries
 
     def used(self, keys: Iterable[str]) -> None:
         """Tell the policy that entries served other requests."""

@@ -239,8 +239,8 @@ class _FakeTrunk(nn.Module):
         from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as Output
 
         ids, mask = (self._arguments.get(args, kwargs, name) for name in ("input_ids", "attention_mask"))
-        made = torch.randn(*ids.shape, self._width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        states = made.to(ids.device, self._dtype)
+        random = torch.randn(*ids.shape, self._width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        states = random.to(ids.device, self._dtype)
         if self.payload is not None:
             for row, own_ids in enumerate(ids.tolist()):
                 valid = np.arange(len(own_ids)) if mask is None else np.flatnonzero(mask[row].tolist())

@@ -306,10 +306,10 @@ class Packing:
             place_of |= {number: n_served + place for number, place in places.items()}
             # Below, served rows come first, then computed ones; `order` brings them into the call's order.
             order = torch.tensor([*map(place_of.__getitem__, range(len(valid)))], device=device)
-        made: list[Tensor] = []
+        joined: list[Tensor] = []
         for place, field in enumerate(self.fields):
             if not served:
-                made.append(computed[place][order])
+                joined.append(computed[place][order])
                 continue
             own: Sequence[Tensor] = [kept[number].fields[place] for number in served]
             if own[0].device != device:  # all in one transfer
@@ -322,12 +322,12 @@ class Packing:
                 n_states += 1
             else:
                 whole = torch.stack([*own])
-            made.append(whole if order is None else torch.cat([whole, computed[place]])[order])
+            joined.append(whole if order is None else torch.cat([whole, computed[place]])[order])
         if self.kind in (tuple, list):
-            return self.kind(made)
+            return self.kind(joined)
         if self.kind is Tensor:
-            return made[0]
-        return make_output(self.kind, {field.name: value for field, value in zip(self.fields, made, strict=True)})
+            return joined[0]
+        return make_output(self.kind, {field.name: value for field, value in zip(self.fields, joined, strict=True)})
 
 
 def make_output(kind: type, values: Mapping[str, Tensor]) -> Any:

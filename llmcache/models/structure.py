@@ -95,16 +95,16 @@ class Structure:
         return value[:, None] if not (self.is_by_token and part.shape) else value
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        made: dict[Any, Any] = dict.fromkeys(self.names)
+        fields: dict[Any, Any] = dict.fromkeys(self.names)
         for part, tensor in zip(self.parts, tensors, strict=True):
             if tensor.ndim > 1 + part.by_token + len(part.shape):
                 tensor = tensor[..., 0] if part.by_token else tensor[:, 0]
-            made[part.name] = tensor.numpy() if part.is_array else tensor
+            fields[part.name] = tensor.numpy() if part.is_array else tensor
         if self.kind in (Tensor, np.ndarray):
-            return made[0]
+            return fields[0]
         if issubclass(self.kind, tuple | list):
-            return self.kind(*made.values()) if hasattr(self.kind, "_fields") else self.kind(made.values())
-        return self.kind(made) if self.kind is dict else self.kind(**made)
+            return self.kind(*fields.values()) if hasattr(self.kind, "_fields") else self.kind(fields.values())
+        return self.kind(fields) if self.kind is dict else self.kind(**fields)
 
     def can_build(self, whole: Sequence[Tensor]) -> bool:
         """Whether an output can be built: its class may take other arguments than its fields."""

@@ -73,15 +73,15 @@ def without(line: str, bases: Iterable[str]) -> str:
 
 def are_by_row(hooks: Iterable[Mapping[int, Any]]) -> bool:
     """Whether hooks of PEFT on its layers choose an adapter for each row."""
-    found = [hook for held in hooks if held for hook in held.values()]
-    offsets = {id(hook.keywords[_OFFSETS]) for hook in found if is_activation(hook)}
-    return len(offsets) > 1 or not all(map(is_activation, found))
+    every = [hook for held in hooks if held for hook in held.values()]
+    offsets = {id(hook.keywords[_OFFSETS]) for hook in every if is_activation(hook)}
+    return len(offsets) > 1 or not all(map(is_activation, every))
 
 
 def activated(hooks: Iterable[Mapping[int, Any]]) -> Sequence[int | None] | None:
     """Return to how many last columns of each row an activated LoRA applies (None: to none); None without one."""
-    found = (hook for held in hooks if held for hook in held.values())
-    return next((hook.keywords[_OFFSETS] for hook in found if is_activation(hook)), None)
+    every = (hook for held in hooks if held for hook in held.values())
+    return next((hook.keywords[_OFFSETS] for hook in every if is_activation(hook)), None)
 
 
 def is_activation(hook: Any) -> bool:

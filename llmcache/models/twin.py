@@ -105,8 +105,8 @@ def _copy(module: nn.Module, shared: Iterator[object], memo: dict[int, object]) 
     """Return a deep copy without hooks that shares parameters and `shared`; `memo` maps ids to substitutes."""
     parts = list(module.modules())
     parameters = (one for part in parts for one in part._parameters.values())
-    made = (one for part in parts for one in vars(part).values() if isinstance(one, Tensor))
-    memo |= {id(one): one.detach().clone() for one in made}  # deepcopy refuses computed tensors (of weight_norm)
+    computed = (one for part in parts for one in vars(part).values() if isinstance(one, Tensor))
+    memo |= {id(one): one.detach().clone() for one in computed}  # deepcopy refuses computed tensors (of weight_norm)
     memo |= {id(one): one for one in chain(parameters, shared) if one is not None}
     for part in parts:  # neither hooks nor objects that they refer to are copied
         memo |= {id(hooks): type(hooks)() for name, hooks in vars(part).items() if name in _HOOKS}

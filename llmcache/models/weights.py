@@ -146,9 +146,9 @@ class Weights:
         With `may_skip_check` the check is skipped if nothing was edited for long (`Look.is_made`). Then call `stayed`
         before a hit is served and after a miss has run.
         """
-        if self._suspects or self._trained:
-            if sum(tensor.nbytes for tensor in self._tensors if _holds_gradient(tensor)) > MAX_HELD_BYTES:
-                return Look("", None, "gradients_held", None)
+        may_train = self._suspects or self._trained
+        if may_train and sum(tensor.nbytes for tensor in self._tensors if _holds_gradient(tensor)) > MAX_HELD_BYTES:
+            return Look("", None, "gradients_held", None)
         is_skipped = may_skip_check and self.is_steady
         digest = self._state[1] if is_skipped else self.digest()
         snapshot, latest = self._state

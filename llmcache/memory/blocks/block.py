@@ -98,25 +98,25 @@ def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
     """
     key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
     width = len(row.ids) // row.n_valid * size
-    found = []
+    chain = []
     for begin in range(0, len(row.ids) - width + 1, width):
         ids = row.ids[begin : begin + width]
         key = hashlib.sha256(key + ids).digest()
-        found.append(Link(key_of(key), ids))
-    return tuple(found)
+        chain.append(Link(key_of(key), ids))
+    return tuple(chain)
 
 
 def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
     """Return the blocks of the first `n_tokens` tokens. The last block is shortened, not copied."""
-    found: list[Block] = []
+    first: list[Block] = []
     for block in blocks:
         if n_tokens < block.n_tokens:
             if n_tokens:
-                found.append(replace(block, end=block.begin + n_tokens))
+                first.append(replace(block, end=block.begin + n_tokens))
             break
-        found.append(block)
+        first.append(block)
         n_tokens -= block.n_tokens
-    return found
+    return first
 
 
 def runs(blocks: Sequence[Block]) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -78,18 +78,18 @@ class BlockPool:
             last_to_first = [key]
             while (before := self._before.get(last_to_first[-1])) is not None:
                 last_to_first.append(before)
-            found = [self._held[one] for one in reversed(last_to_first) if one in self._held]
-            if b"".join(block.ids for block in found) != ids or not (found and found[-1].is_tail):
+            blocks = [self._held[one] for one in reversed(last_to_first) if one in self._held]
+            if b"".join(block.ids for block in blocks) != ids or not (blocks and blocks[-1].is_tail):
                 return []
             self._use(last_to_first)
-            return found
+            return blocks
 
     def match(self, chain: Sequence[Link]) -> list[Block]:
         """Return the held blocks at the start of a chain, and mark them as used."""
         with self._lock:
-            found = self._match(chain)
-            self._use(link.key for link in reversed(chain[: len(found)]))
-            return found
+            blocks = self._match(chain)
+            self._use(link.key for link in reversed(chain[: len(blocks)]))
+            return blocks
 
     def reach(self, chain: Sequence[Link], ids: bytes, width: int) -> tuple[list[Block], int]:
         """Return the held blocks of a request's longest known prefix, and its length in tokens; mark them as used.
@@ -97,34 +97,34 @@ class BlockPool:
         The last block may match only in its first tokens. `ids` are packed in `width` bytes per token.
         """
         with self._lock:
-            found = self._match(chain)
-            n_tokens = len(found) * self.size
-            used = [link.key for link in chain[: len(found)]]
+            blocks = self._match(chain)
+            n_tokens = len(blocks) * self.size
+            used = [link.key for link in chain[: len(blocks)]]
             rest = ids[n_tokens * width : (n_tokens + self.size) * width]
             after = self._after.get(used[-1], {}) if used and rest else {}
             recent = islice(reversed(after), _MOST_LOOKED_AT)
             matches = [(_common_prefix(self._held[key].ids, rest) // width, key) for key in recent]
             n_more, last = max(matches, default=(0, ""))
             if n_more:
-                found.append(self._held[last])
+                blocks.append(self._held[last])
                 used.append(last)
             self._use(reversed(used))
-            return found, n_tokens + n_more
+            return blocks, n_tokens + n_more
 
     def n_held(self, chain: Sequence[Link]) -> int:
         """Return how many blocks at the start of a chain are held, without marking them as used."""
         with self._lock:
             return len(self._match(chain))
 
-    def put(self, chain: Sequence[Link], made: Mapping[str, Block], generation: int | None = None) -> bool:
-        """Add new blocks of a chain (`made`, by key) as far as they fit; return whether the whole chain is held.
+    def put(self, chain: Sequence[Link], new: Mapping[str, Block], generation: int | None = None) -> bool:
+        """Add new blocks of a chain (`new`, by key) as far as they fit; return whether the whole chain is held.
 
         A block that another thread added meanwhile is skipped. Blocks after one that was evicted meanwhile are not
         added. If a block of the chain was purged since `generation`, nothing is added and True is returned.
         """
         with self._lock:
             if generation is not None and self.purges.generation != generation:
-                names = {block.scope.namespace for block in made.values()}
+                names = {block.scope.namespace for block in new.values()}
                 if not all(self.purges.is_current(name, link.key, generation) for name in names for link in chain):
                     return True
             self._expire()
@@ -137,7 +137,7 @@ class BlockPool:
             own = {link.key for link in chain}
             added: dict[str, int] = {}
             for link in chain[held:]:
-                block = made.get(link.key)
+                block = new.get(link.key)
                 if block is None or not self._make_room(nbytes := block.nbytes, own, block.scope.namespace):
                     break
                 self._add(link.key, block, nbytes, chain[held - 1].key if held else None)
@@ -205,13 +205,13 @@ class BlockPool:
 
     def _match(self, chain: Sequence[Link]) -> list[Block]:
         self._expire()
-        found = []
+        blocks = []
         for link in chain:
             block = self._held.get(link.key)
             if block is None or block.ids != link.ids:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def _use(self, last_to_first: Iterable[str]) -> None:
         for key in last_to_first:

@@ -96,21 +96,21 @@ class Tier:
         for is_last in (False, False, True):
             if (known := self._numbers.get(namespace, _UNKNOWN)) != _UNKNOWN:
                 return known[0]
-            n_changes, found = self._n_changes, self._ask_number(namespace)
+            n_changes, current = self._n_changes, self._ask_number(namespace)
             self.follow()  # memory must know of every purge that the number does
             with self._following:
                 if n_changes != self._n_changes:  # a purge meanwhile: the number may be outdated
                     if not is_last:
                         continue  # another call may have read it meanwhile
-                    found = _UNKNOWN
-                elif found != _UNKNOWN and self._numbers.get(namespace) == _UNKNOWN:
+                    current = _UNKNOWN
+                elif current != _UNKNOWN and self._numbers.get(namespace) == _UNKNOWN:
                     self._forget(namespace)  # entries in memory may be older than a purge
                 if len(self._numbers) >= _MOST_NAMES:
                     held = {*self._memory.namespaces()}
                     self._numbers = {name: number for name, number in self._numbers.items() if name in held}
-                self._numbers[namespace] = found
+                self._numbers[namespace] = current
                 break
-        return found[0]
+        return current[0]
 
     def _ask_number(self, namespace: str) -> tuple[int, int]:
         """Read numbers from the store, even while reads fail: without them no value of the namespace is written."""
@@ -208,14 +208,14 @@ class Tier:
         if not (asked and self.break_even.pays(n_tokens)):
             return [None] * len(asked)
         started, deadline = perf_counter(), monotonic() + self.break_even.patience_s(n_tokens)
-        found = self._get(asked, deadline, open_until=deadline)
-        took_s, n_found = perf_counter() - started, sum(one is not None for one in found)
+        values = self._get(asked, deadline, open_until=deadline)
+        took_s, n_found = perf_counter() - started, sum(one is not None for one in values)
         self._counts["asked"] += len(asked)
         self._counts["found"] += n_found
         self._read_s += took_s
         if n_found:
             self.break_even.looked_up(n_tokens, took_s)
-        return found
+        return values
 
     def peek(self, asked: Sequence[tuple[Scope, str]], patience_s: float) -> list[Opened | None]:
         """Read values as `read` does, but whether or not it pays, and uncounted; open all that came in time."""
