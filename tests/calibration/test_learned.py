@@ -34,18 +34,20 @@ def made(n: int) -> tuple[list[list[int]], Floats]:
 @pytest.mark.parametrize("first", [50, 0])
 def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
     """Tokens from `first` on have no finite vector: some, or all."""
-    learned, (requests, targets) = LearnedFingerprint(dim=8), made(200)
-    learned.bind(
-        lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), contextual(ids))
+    learned = LearnedFingerprint(
+        lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), contextual(ids)), dim=8
     )
+    requests, targets = made(200)
     learned.fit(requests, targets, targets @ OUT)
     vectors, forecasts = learned.project([[20, 55, 70], [51, 52, 53]])
     assert np.isfinite(vectors).all() and np.isfinite(forecasts).all()
 
 
 def test_tokens_that_were_not_learned_from_are_guessed_and_no_content_is_like_nothing() -> None:
-    learned, asked = LearnedFingerprint(dim=8), list[int]()
-    learned.bind(lambda ids: TABLE[ids], lambda ids: (asked.extend(ids.tolist()), contextual(ids))[1])
+    asked = list[int]()
+    learned = LearnedFingerprint(
+        lambda ids: TABLE[ids], lambda ids: (asked.extend(ids.tolist()), contextual(ids))[1], dim=8
+    )
     requests, targets = made(200)
     few = [[token for token in one if token < 60] for one in requests]
     kept = [i for i, one in enumerate(few) if len(one)]
