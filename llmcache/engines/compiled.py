@@ -99,10 +99,7 @@ class CompiledTrunk(GraphEngine):
     # -- making --------------------------------------------------------------------------------------------------------
 
     def _make(self, bucket: Bucket) -> Graph:
-        """Compile a graph, and compare it with the trunk on a full call and on a smaller one with a padded row.
-
-        `ValueError` if the outputs differ; a compiler may raise anything.
-        """
+        """Compile a graph; `ValueError` if it differs from the trunk on a full call, or on a padded one."""
         twin = self.twin
 
         def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -114,14 +111,9 @@ class CompiledTrunk(GraphEngine):
         own = types.FunctionType(code, run.__globals__, name, run.__defaults__, run.__closure__)
         graph: Graph = torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
         with torch.inference_mode(False), torch.no_grad():
-            ids = twin.tokens(*bucket)
-            part = ids[: max(1, bucket.rows - 1), : max(1, bucket.length - 1)]
-            mask = torch.ones_like(part)
-            mask[0, (part.shape[1] + 1) // 2 :] = 0
-            for given in (
-                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-                {"input_ids": part, "attention_mask": mask},
-            ):
+            part = twin.inputs(max(1, bucket.rows - 1), max(1, bucket.length - 1))
+            part["attention_mask"][0, (part["input_ids"].shape[1] + 1) // 2 :] = 0
+            for given in (twin.inputs(*bucket), part):
                 twin.compare(self._cut(graph(self._pad(bucket, given)), given["input_ids"].shape), given)
         return graph
 
@@ -143,10 +135,7 @@ class CompiledTrunk(GraphEngine):
         return inputs
 
     def _cut(self, made: Sequence[Tensor], shape: Sequence[int]) -> list[Tensor]:
-        """Return the part of a graph's tensors that belongs to a call of (B, T) tokens.
-
-        Copied if CUDA graphs own the tensors, which their next run overwrites.
-        """
+        """Return the part of a graph's tensors of a call (B, T), copied if a CUDA graph's next run overwrites them."""
         n_rows, n_tokens = shape
         cut = [one[:n_rows, :n_tokens] if one.ndim == 3 else one[:n_rows] for one in made]
         return [one.contiguous() if self._thread is None else one.clone() for one in cut]

@@ -1,6 +1,6 @@
 """What engines of graphs share: the twin that graphs are made of, and which calls a graph covers.
 
-A graph is made of a twin, which shares the trunk's tensors and has no hooks, and is compared with it before it is used.
+A graph is made of a twin, which shares the trunk's tensors and has no hooks, and is compared with it before use.
 
 Sizes: B rows, T tokens of a call; D hidden width.
 """
@@ -9,7 +9,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,15 +39,10 @@ _GRAPH_ARGUMENTS = frozenset({"input_ids", "attention_mask", TYPES, "return_dict
 
 
 class GraphTwin:
-    """A copy of a trunk to make graphs of. Converts arguments of calls to inputs of graphs, and tensors to output."""
+    """A copy of a trunk to make graphs of, which turns tensors of graphs into the trunk's output."""
 
     def __init__(self, trunk: Trunk, weights: Weights, coupling: Coupling) -> None:
-        """Make the copy.
-
-        Raises:
-            ConfigError: No graph can replace this trunk: its padding or RoPE, its mode, its rows or weights, or a
-                replaced forward are against it, or it returns more than states (B, T, D) and the pooler's (B, D).
-        """
+        """Make the copy; `ConfigError` with the reason if no graph can replace this trunk."""
         if obstacle := _find_obstacle(trunk, weights):
             raise ConfigError(f"no graph can be made: {obstacle}")
         self.trunk, self.attention = trunk, trunk.attention
@@ -63,8 +57,10 @@ class GraphTwin:
         self.snapshot: Snapshot = snapshot
         names = Arguments(self.module.forward).names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
+        #: Whether token types are an input. Types of 0 must equal no types, since one graph serves both.
+        self.takes_types = False
         with torch.inference_mode(False), torch.no_grad():
-            ids = self.tokens(1, 2)
+            ids = self.inputs(1, 2)["input_ids"]
             output = self.module(input_ids=ids, **self._fixed)
             named = dict(output.items()) if isinstance(output, Mapping) else {}
             #: Of the tensors that a graph returns.
@@ -73,8 +69,6 @@ class GraphTwin:
                 found = ", ".join(self.names) or type(output)
                 raise ConfigError(f"no graph can be made: the trunk returns {found}, not states alone")
             self._kind = type(output)
-            #: Whether token types are an input. Types of 0 must equal no types, since one graph serves both.
-            self.takes_types = False
             if TYPES in names:
                 typed = self.module(input_ids=ids, token_type_ids=ids * 0, **self._fixed)
                 self.takes_types = torch.equal(typed[STATES], named[STATES])
@@ -90,11 +84,13 @@ class GraphTwin:
         has_names = setting(self.trunk.config, "return_dict") if asked is None else asked
         return tuple(made) if has_names is False else make_output(self._kind, dict(zip(self.names, made, strict=True)))
 
-    def tokens(self, n_rows: int, n_tokens: int) -> Tensor:
-        """Return token ids (B, T) to try a graph on, the same each time."""
+    def inputs(self, n_rows: int, n_tokens: int) -> dict[str, Tensor]:
+        """Return a graph's inputs (B, T) to try it on: whole rows of tokens of type 0, the same each time."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary_size(self.trunk), (n_rows, n_tokens), generator=generator, device="cpu")
-        return ids.to(device_of(self.module))
+        ids = ids.to(device_of(self.module))
+        types = {TYPES: torch.zeros_like(ids)} if self.takes_types else {}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types}
 
     def compare(self, found: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> None:
         """Compare a graph's output for inputs with a mask with the twin's; `ValueError` if they differ."""
@@ -119,11 +115,8 @@ def _find_obstacle(trunk: Trunk, weights: Weights) -> str | None:
     return None
 
 
-class GraphEngine:
+class GraphEngine(Engine):
     """Computes by graphs. Calls that no graph covers run eagerly, under the scope of the trunk itself. Thread-safe."""
-
-    name: str
-    holds_weights = False
 
     def __init__(self, twin: GraphTwin, eager: Eager, arguments: Arguments, weights: Weights) -> None:
         """Take the twin that the graphs are made of, and what runs and reads other calls."""
@@ -166,10 +159,6 @@ class GraphEngine:
             return EagerCall(self, "arguments")
         return self if all(map(self._covers, requests.rows)) else EagerCall(self, "padding")
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Return the trunk's output, of a graph."""
-        raise NotImplementedError
-
     def run_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Run the trunk's own forward, and count the reason."""
         output = self._eager.run(args, kwargs, rows)
@@ -203,23 +192,11 @@ def find_reason(trunk: Trunk, arguments: Arguments, given: Mapping[str, Any]) ->
     return "torch_settings" if torch.is_autocast_enabled(given["input_ids"].device.type) else None
 
 
-@dataclass(frozen=True, slots=True)
-class EagerCall:
+class EagerCall(Engine):
     """The engine of one call that no graph covers."""
 
-    engine: GraphEngine
-    reason: str
-    name: str = ""
-    holds_weights: bool = False
-
-    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any], digest: str, keeps_kv: bool) -> Engine:
-        """Return itself."""
-        return self
-
-    def covering(self, requests: Requests) -> Engine:
-        """Return itself."""
-        return self
+    def __init__(self, engine: GraphEngine, reason: str) -> None:
+        self._engine, self._reason = engine, reason
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
-        """Run the trunk's own forward, and count the reason."""
-        return self.engine.run_eagerly(self.reason, args, kwargs, rows)
+        return self._engine.run_eagerly(self._reason, args, kwargs, rows)

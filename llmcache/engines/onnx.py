@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -75,15 +76,9 @@ class OnnxTrunk(GraphEngine):
     ) -> None:
         """Open the graph that is kept for these weights, or export it; compare it with the model.
 
-        Args:
-            twin, arguments, weights: The trunk's.
-            eager: Runs calls that the graph does not cover.
-            folder: Where graphs are kept; None: `engines` in the folder of `LLMCACHE_HOME`.
-            precision: Of its products. With `int8`, weights have one scale per output, and activations one per call,
-                so that a row's output depends on the call; it need not agree with the model's.
-
-        Raises:
-            Exception: The export fails, in whatever way; a `ValueError` if the graph's output differs.
+        Graphs are kept in `folder`; None: `engines` in the folder of `LLMCACHE_HOME`. With `precision` "int8", weights
+        have one scale per output, and activations one per call, so that a row's output depends on the call, and need
+        not agree with the model's. If the export fails, it may raise anything; `ValueError` if an output differs.
         """
         super().__init__(twin, eager, arguments, weights)
         import onnxruntime
@@ -156,16 +151,12 @@ class OnnxTrunk(GraphEngine):
         return [torch.from_numpy(one).to(ids.device) for one in self._session().run(None, feed)]
 
     def _session(self) -> Any:
-        """Return the session of this process and torch's number of threads."""
+        """Return the session of this process and torch's number of threads, opened at first use."""
         key = os.getpid(), torch.get_num_threads()
-        session = self._sessions.get(key)
-        if session is None:
-            with self._opening:
-                session = self._sessions.get(key)
-                if session is None:
-                    # A parent's sessions stay: they would wait for threads that are not here.
-                    session = self._sessions[key] = self._open(key[1])
-        return session
+        with self._opening:
+            if key not in self._sessions:  # a parent's sessions stay: they would wait for threads that are not here
+                self._sessions[key] = self._open(key[1])
+            return self._sessions[key]
 
     def _open(self, n_threads: int) -> Any:
         options = self._runtime.SessionOptions()
@@ -185,7 +176,8 @@ class OnnxTrunk(GraphEngine):
         """Return a digest of all that the graph depends on."""
         twin = self.twin
         versions = [torch.__version__, transformers.__version__]
-        precision = [self._precision, *_versions(), _has_vnni()] if self._precision == "int8" else []
+        made_by = [version(name) for name in ("onnx", "onnxscript", "onnxruntime")]
+        precision = [self._precision, *made_by, _has_vnni()] if self._precision == "int8" else []
         facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions, *precision]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -218,24 +210,20 @@ def calls_to_compare(twin: GraphTwin) -> list[dict[str, Tensor]]:
     most = getattr(twin.trunk.config, "max_position_embeddings", None) or _SHAPES[5][1]
     calls = []
     for n_rows, n_tokens in _SHAPES:
-        ids = twin.tokens(n_rows, min(n_tokens, max(1, most // 2)))
-        mask = torch.ones_like(ids)
+        n_tokens = min(n_tokens, max(1, most // 2))
+        inputs = twin.inputs(n_rows, n_tokens)
         for row in range(1, n_rows):
-            padding = slice(ids.shape[1] - ids.shape[1] // 3, None) if row % 2 else slice(0, ids.shape[1] // 3)
-            mask[row, padding] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        if twin.takes_types:
-            inputs[TYPES] = torch.zeros_like(ids)
-            if n_rows % 2:  # others are compared without types, which are 0 then
-                inputs[TYPES][:, ids.shape[1] // 2 :] = int(twin.trunk.config.type_vocab_size > 1)
+            padding = slice(n_tokens - n_tokens // 3, None) if row % 2 else slice(0, n_tokens // 3)
+            inputs["attention_mask"][row, padding] = 0
+        if twin.takes_types and n_rows % 2:
+            inputs[TYPES][:, n_tokens // 2 :] = int(twin.trunk.config.type_vocab_size > 1)
         calls.append(inputs)
     return calls
 
 
 def is_faster(engine: OnnxTrunk) -> bool:
     """Whether the graph takes less time than the model on one row of 32 tokens: medians of calls in turns."""
-    inputs = engine.twin.tokens(*_TIMED)
-    given = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+    given = engine.twin.inputs(*_TIMED)
     took: tuple[list[float], list[float]] = ([], [])
     with torch.inference_mode():
         for _ in range(_N_TIMED):
@@ -262,11 +250,8 @@ class _Exported(nn.Module):
 def _export(twin: GraphTwin, path: Path) -> None:
     """Write a graph with any number of rows and tokens."""
     logger.info("llmcache: a %s is exported for ONNX Runtime", type(twin.trunk.module).__name__)
-    ids = twin.tokens(2, 8)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = twin.inputs(2, 8)
     inputs["attention_mask"][1, 6:] = 0
-    if twin.takes_types:
-        inputs[TYPES] = torch.zeros_like(ids)
     has_rope = any("rope_type" in vars(part) for part in twin.module.modules())
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
     with _quiet("torch.onnx"), torch.inference_mode(False), torch.no_grad():
@@ -286,10 +271,7 @@ def _export(twin: GraphTwin, path: Path) -> None:
 
 
 def untransposed(graph: Any) -> Any:
-    """Return an exported graph, an `onnx_ir.Model`, in which attention takes states (B, T, D) of all heads at once.
-
-    ONNX Runtime then transposes nothing. The graph given is changed.
-    """
+    """Change a graph, an `onnx_ir.Model`, so that attention takes states (B, T, D) of all heads: it transposes nothing."""
     from onnxscript.rewriter import pattern, rewrite
 
     def apart(op: Any, query: Any, key: Any, value: Any, mask: Any, a: Any, b: Any, c: Any, whole: Any) -> Any:
@@ -332,15 +314,6 @@ def _quantise(folder: Path) -> None:
         if not one.name.startswith("int8-"):
             one.unlink()
     made.rename(folder / _FILE)
-
-
-def _versions() -> list[str]:
-    """Return the versions of all that makes and runs an int8 graph."""
-    import onnx
-    import onnxruntime
-    import onnxscript
-
-    return [onnx.__version__, onnxscript.__version__, onnxruntime.__version__]
 
 
 def _has_vnni() -> bool:

@@ -94,8 +94,7 @@ class GraphDrafter:
             self._head = replicas[model]
             self._names = names_of(model.forward)
             self._takes_dict = takes_dict(model)
-        ids = engine.twin.tokens(1, 4)
-        self.run({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        self.run(engine.twin.inputs(1, 4))
 
     @property
     def name(self) -> str:
