@@ -1,7 +1,7 @@
 """`llmcache generate`: one prompt, one answer."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,27 +9,23 @@ from llmcache.cli import options
 from llmcache.cli.output import check_writable, write_json
 
 
+@options.taking(options.SAMPLING)
 def command(
+    *,
     model: options.Model,
     prompt: Annotated[str, typer.Option(help="Question, or text to continue.")],
     system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
     truncate: options.TruncateOption = "error",
-    max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
-    do_sample: options.DoSample = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    repetition_penalty: options.Penalty = None,
-    seed: options.Seed = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print timings.")] = False,
     models_dir: options.ModelsDir = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write answer and figures here.")
     ] = None,
+    **drawn: Any,
 ) -> None:
     """Answer one prompt, token by token."""
     check_writable(json_file)
-    sampling = options.make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    sampling = options.make_sampling(**drawn)
     from llmcache.generation import Chat
     from llmcache.models.loading import load_causal
 

@@ -1,7 +1,9 @@
 """Options shared by commands, and the printed summary of a request."""
 
+from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, ParamSpec, TypeAlias, TypeVar
 
 import typer
 
@@ -15,28 +17,34 @@ ModelsDir: TypeAlias = Annotated[
     Path | None, typer.Option(envvar=MODELS_VARIABLE, help="Folder in which to look up models by name.")
 ]
 Model: TypeAlias = Annotated[str, typer.Option(help="A causal language model: a folder, or a name on the hub.")]
-MaxNewTokens: TypeAlias = Annotated[int, typer.Option(help="Maximum tokens of an answer.")]
-DoSample: TypeAlias = Annotated[bool, typer.Option("--do-sample", help="Sample tokens; default: take the likeliest.")]
-Temperature: TypeAlias = Annotated[float | None, typer.Option(help="Divides the logits. With --do-sample.")]
-TopK: TypeAlias = Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens. With --do-sample.")]
-TopP: TypeAlias = Annotated[float | None, typer.Option(help="Sample from this much probability. With --do-sample.")]
-Penalty: TypeAlias = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1: less repetition.")]
-Seed: TypeAlias = Annotated[int, typer.Option(help="Seed of sampling.")]
 TruncateOption: TypeAlias = Annotated[
     Literal["left", "error"], typer.Option(help="If a prompt is too long: drop its beginning, or fail.")
 ]
 
-MAX_NEW_TOKENS = 128
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def taking(parameters: Iterable[Parameter]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let typer see these options in place of a command's `**others`."""
+
+    def decorate(command: Callable[P, R]) -> Callable[P, R]:
+        *own, _ = signature(command).parameters.values()
+        command.__signature__ = Signature([*own, *parameters])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 def make_sampling(
-    max_new_tokens: int,
-    do_sample: bool,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    repetition_penalty: float | None,
-    seed: int,
+    *,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 128,
+    do_sample: Annotated[bool, typer.Option("--do-sample", help="Sample tokens; default: take the likeliest.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Divides the logits. With --do-sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens. With --do-sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability. With --do-sample.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: less repetition.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
 ) -> "Sampling":
     """Return sampling settings from command-line options; None means the default."""
     from llmcache.generation import Sampling
@@ -50,6 +58,10 @@ def make_sampling(
         seed=seed,
         max_new_tokens=max_new_tokens,
     )
+
+
+#: Options of a command that passes them on to `make_sampling`.
+SAMPLING = tuple(signature(make_sampling).parameters.values())
 
 
 def show_turn(turn: "Turn", is_verbose: bool) -> None:

@@ -25,7 +25,9 @@ _HELP = """\
 /help   show this list"""
 
 
+@options.taking(options.SAMPLING)
 def command(
+    *,
     model: Annotated[
         str | None,
         typer.Option(help="A causal language model: a folder, or a name on the hub; with --url its name there."),
@@ -34,21 +36,15 @@ def command(
     key: Annotated[str | None, typer.Option(envvar="LLMCACHE_KEY", help="API key for that server.")] = None,
     system: Annotated[str | None, typer.Option(help="System message before the first question.")] = None,
     truncate: options.TruncateOption = "error",
-    max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
-    do_sample: options.DoSample = False,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    repetition_penalty: options.Penalty = None,
-    seed: options.Seed = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print hits and timings of each request.")] = False,
     models_dir: options.ModelsDir = None,
+    **drawn: Any,
 ) -> None:
     """Talk to a model. The cache serves shared prefixes of prompts; /help lists commands.
 
     Ctrl-C interrupts an answer and drops it with its question; at the prompt it ends the conversation.
     """
-    sampling = options.make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    sampling = options.make_sampling(**drawn)
     if url is not None:
         from llmcache.cli.remote import RemoteChat
 

@@ -2,8 +2,8 @@
 
 import logging
 import re
-from collections.abc import Callable
-from inspect import Parameter, signature
+from collections.abc import Iterator
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,21 +16,18 @@ from llmcache.serving.settings import ServerSettings
 _LOG = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def _with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Let typer see the settings of the server that have a description in place of a command's `**others`."""
-    *parameters, _ = signature(function).parameters.values()
+def _settings() -> Iterator[Parameter]:
+    """Yield an option for each setting of the server that has a description. Its name leaves the unit out."""
     for name, field in ServerSettings.model_fields.items():
         if field.description is not None:
-            plain = re.sub("_(s|ms)$", "", name)  # options are named without units
+            plain = re.sub("_(s|ms)$", "", name)
             names = [] if plain == name else [f"--{plain.replace('_', '-')}"]
             least = next((one.ge for one in field.metadata if hasattr(one, "ge")), None)
             option = typer.Option(field.default, *names, min=least, help=field.description)
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=field.annotation))
-    function.__signature__ = signature(function).replace(parameters=parameters)  # type: ignore[attr-defined]
-    return function
+            yield Parameter(name, Parameter.KEYWORD_ONLY, default=option, annotation=field.annotation)
 
 
-@_with_settings
+@options.taking(_settings())
 def command(
     *,
     model: Annotated[str, typer.Option(help="'minilm' (packaged), a folder, or a name on the hub.")],

@@ -271,7 +271,7 @@ def _export(twin: GraphTwin, path: Path) -> None:
 
 
 def untransposed(graph: Any) -> Any:
-    """Change a graph, an `onnx_ir.Model`, so that attention takes states (B, T, D) of all heads: it transposes nothing."""
+    """Return a graph (`onnx_ir.Model`, changed) in which attention takes states (B, T, D), without transposing them."""
     from onnxscript.rewriter import pattern, rewrite
 
     def apart(op: Any, query: Any, key: Any, value: Any, mask: Any, a: Any, b: Any, c: Any, whole: Any) -> Any:

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Final, TypeVar
 
 import torch
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, StrictStr, ValidationError
+from pydantic import BaseModel, Field, StrictStr
 
 from llmcache.errors import LLMCacheError
 from llmcache.serving import tei
-from llmcache.serving.bodies import invalid
 from llmcache.serving.fields import Fields
 from llmcache.serving.keys import ANYONE, PUBLIC
 from llmcache.serving.refusals import Refusal
@@ -37,14 +36,6 @@ class Forget(tei.Cut):
     prompt: StrictStr | None = None
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     namespace: Annotated[StrictStr, Field(max_length=1024)] | None = None
-
-
-class _Embedded(BaseModel):
-    inputs: tei.Input
-
-
-class _Classified(BaseModel):
-    inputs: tei.Classified
 
 
 class Purged(BaseModel):
@@ -90,22 +81,18 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
             raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
         ids = await server.decoder.encode(prompt, None)
         server.decoder.n_new(len(ids), 1, None, ("prompt", "prompt"))  # refuses what no other route takes
-        inputs = {"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}
-        return {"forgotten": await _wait_for(server.forget([inputs], namespace))}
-    if asked.inputs is None or server.encoder is None:
+        prompts = [{"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}]
+        return {"forgotten": await _wait_for(server.forget(prompts, namespace))}
+    if asked.inputs is None:
         raise Refusal("invalid", "give `inputs`", param="inputs")
-    try:
-        if server.served.kind == "embedding":
-            embedded = _Embedded.model_validate({"inputs": asked.inputs}).inputs
-            items, is_list = tei.items_of(embedded), not tei.is_one(embedded)
-        else:
-            items, is_list = tei.classified_of(_Classified.model_validate({"inputs": asked.inputs}).inputs)
-    except ValidationError as error:
-        raise invalid(error) from error
-    tei.check_number(server, len(items))
-    items, is_cut = tei.with_prompt(server, items, asked.prompt_name), tei.truncates(server, asked.truncate)
-    tokens = await server.encoder.tokens(items, is_cut, asked.truncation_direction)
-    known = [server.encoder.padded([one]) for one in Fields("inputs", is_list).all(tokens)]
+    given = {"inputs": asked.inputs}
+    if server.served.kind == "embedding":
+        inputs = tei.validated(tei.EmbedRequest, given).inputs
+        items, is_list = tei.items_of(inputs), not tei.is_one(inputs)
+    else:
+        items, is_list = tei.classified_of(tei.validated(tei.PredictRequest, given).inputs)
+    encoder, tokens = await tei.tokenised(server, items, asked, Fields("inputs", is_list), asked.prompt_name)
+    known = [encoder.padded([one]) for one in tokens]
     return {"forgotten": await _wait_for(server.forget(known, namespace))}
 
 

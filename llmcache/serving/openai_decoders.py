@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import chain, product
 from time import time
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -69,17 +70,13 @@ class _Shape:
     def __init__(self, server: Server, body: GenerationRequest) -> None:
         self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
 
-    def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        """Return the choice object of a whole answer."""
+    def choice(self, index: int, answer: Delta, is_piece: bool = False) -> dict[str, Any]:
+        """Return the choice object of a whole answer, or of a piece of a streamed one."""
         raise NotImplementedError
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """Return the choice object that opens a streamed answer, if the route has one."""
-        return None
-
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Return the choice object of a piece of a streamed answer."""
-        return self.choice(index, delta)
+    def openings(self, n_answers: int) -> list[dict[str, Any]]:
+        """Return the choice objects that open streamed answers, if the route has any."""
+        return []
 
 
 class _Completion(_Shape):
@@ -91,7 +88,7 @@ class _Completion(_Shape):
         super().__init__(server, body)
         self._n_characters: Counter[int] = Counter()  # characters so far, by answer
 
-    def choice(self, index: int, answer: Delta) -> dict[str, Any]:
+    def choice(self, index: int, answer: Delta, is_piece: bool = False) -> dict[str, Any]:
         return {
             "index": index,
             "text": answer.text,
@@ -128,33 +125,21 @@ class _Chat(_Shape):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, answer: Delta) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": self._logprobs(answer.tokens),
-            "finish_reason": answer.finish_reason,
-        }
+    def choice(self, index: int, answer: Delta, is_piece: bool = False) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        said = {"delta": {"content": answer.text} if answer.text else {}} if is_piece else {"message": message}
+        ended = {"logprobs": self._logprobs(answer.tokens), "finish_reason": answer.finish_reason}
+        return {"index": index, **said, **ended}
 
-    def opening(self, index: int) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.tokens),
-            "finish_reason": delta.finish_reason,
-        }
+    def openings(self, n_answers: int) -> list[dict[str, Any]]:
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": index, **opening} for index in range(n_answers)]
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if self._texts is None:
             return None
-        content = [
-            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*one) for one in token.top]}
-            for token in tokens
-        ]
+        entry = self._entry
+        content = [entry(one.id, one.logprob) | {"top_logprobs": [entry(*top) for top in one.top]} for one in tokens]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -166,10 +151,7 @@ class _Answers:
     """The answers of one request, `n` for each prompt, with the fields that all its chunks share."""
 
     def __init__(self, server: Server, body: GenerationRequest, shape: _Shape, check_key: Callable[[], None]) -> None:
-        self._server = server
-        self._body = body
-        self._shape = shape
-        self._check_key = check_key
+        self._server, self._body, self._shape, self._check_key = server, body, shape, check_key
         self._answers: list[Generating] = []
         self._arrived: Arrived = asyncio.Queue()
         self._n_made = 0
@@ -178,12 +160,10 @@ class _Answers:
 
     def start(self, decoder: Decoder, namespace: str, prompts: Sequence[Ids], length: _Length) -> None:
         """Start `n` answers for each prompt, with consecutive seeds."""
-        max_new_tokens = [decoder.n_new(len(prompt), *length) for prompt in prompts]
-        seeds = self._body.seeds()
-        for prompt, most in zip(prompts, max_new_tokens, strict=True):
-            for seed in seeds:
-                sampling = self._body.sampling(most, seed, decoder.eos_ids, decoder.vocabulary)
-                self._answers.append(decoder.start(prompt, sampling, namespace, self._arrived))
+        most = [decoder.n_new(len(prompt), *length) for prompt in prompts]  # refuses before any has begun
+        for (prompt, n), seed in product(zip(prompts, most, strict=True), self._body.seeds()):
+            sampling = self._body.sampling(n, seed, decoder.eos_ids, decoder.vocabulary)
+            self._answers.append(decoder.start(prompt, sampling, namespace, self._arrived))
 
     async def whole(self) -> dict[str, Any]:
         """Return the complete response object after all answers have ended."""
@@ -192,8 +172,8 @@ class _Answers:
             parts[index].append(delta)
         choices = []
         for index, deltas in enumerate(parts):
-            tokens = [token for delta in deltas for token in delta.tokens]
-            answer = Delta("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)
+            texts, tokens, reasons = zip(*deltas, strict=True)
+            answer = Delta("".join(texts), [*chain(*tokens)], reasons[-1])
             choices.append(self._shape.choice(index, answer))
         return self._object(self._shape.whole, choices) | {"usage": self.usage()}
 
@@ -217,12 +197,11 @@ class _Answers:
     async def events(self, first: tuple[int, Delta], rest: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
         """Yield all answers as encoded server-sent events; `first` and `rest` come from `deltas`."""
         try:
-            for index in range(len(self._answers)):
-                if (opening := self._shape.opening(index)) is not None:
-                    yield self._event([opening])
-            yield self._event([self._shape.piece(*first)])
+            for opening in self._shape.openings(len(self._answers)):
+                yield self._event([opening])
+            yield self._event([self._shape.choice(*first, is_piece=True)])
             async for index, delta in rest:
-                yield self._event([self._shape.piece(index, delta)])
+                yield self._event([self._shape.choice(index, delta, is_piece=True)])
             if self._body.includes_usage:
                 yield self._event([], usage=self.usage())
             yield format_sse_event(data_str="[DONE]")
@@ -232,14 +211,10 @@ class _Answers:
     def usage(self) -> dict[str, Any]:
         """Return the `usage` object; a prompt's tokens count once, whatever `n`."""
         prompts = self._answers[:: self._body.n or 1]
-        n_prompt = sum(answer.n_prompt for answer in prompts)
+        n_prompt, n_made = sum(answer.n_prompt for answer in prompts), self._n_made
+        usage = {"prompt_tokens": n_prompt, "completion_tokens": n_made, "total_tokens": n_prompt + n_made}
         details = {"prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)}}
-        return {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": self._n_made,
-            "total_tokens": n_prompt + self._n_made,
-            **(details if self._server.settings.reveal_hits else {}),
-        }
+        return usage | (details if self._server.settings.reveal_hits else {})
 
     def close(self) -> None:
         """End all answers. Idempotent."""
@@ -257,13 +232,8 @@ class _Answers:
         return format_sse_event(data_str=json.dumps(self._object(self._shape.chunk, choices) | usage_field))
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._server.name,
-            "choices": choices,
-        }
+        named = {"id": self._id, "object": kind, "created": self._created, "model": self._server.name}
+        return {**named, "choices": choices}
 
 
 class _Events(EventSourceResponse):
@@ -318,11 +288,8 @@ async def _respond(
     body.check()
     most, decoder, namespace = server.max_inputs, server.decoder, request.state.tenant.namespace
     if len(prompts) * (body.n or 1) > most:
-        raise Refusal(
-            "too_large",
-            f"prompts and their answers (n) are at most {most} together (--max-client-batch-size)",
-            param="n",
-        )
+        text = f"prompts and their answers (n) are at most {most} together (--max-client-batch-size)"
+        raise Refusal("too_large", text, param="n")
     assert decoder is not None
     ids = [await decoder.encode(prompt, namespace) for prompt in prompts]
     keys, tenant = request.app.state.keys, request.state.tenant

@@ -164,7 +164,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         raise Refusal("invalid", "`text_1`: give one text, or as many as in `text_2`", param="text_1")
     fields = Fields("text_2", not isinstance(body.text_2, str), beside="text_1", cut=_CUT)
     server, made = await _run_model(body, request, "reranker", list(zip(ones, others, strict=True)), fields)
-    data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(_scores(body, made)))
+    scores = tei.scores_of(made, body.use_activation is False)
+    data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(scores))
     return await _list(server, made, data, "score")
 
 
@@ -181,11 +182,10 @@ async def _reranked(
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     fields = Fields("documents", True, beside="query", cut=_CUT)
     server, made = await _run_model(body, request, "reranker", [(body.query, text) for text in texts], fields)
-    scores = _scores(body, made)
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+    scores = tei.scores_of(made, body.use_activation is False)
     results = [
         {"index": i} | ({"document": shown(texts[i])} if shows_documents else {}) | {"relevance_score": scores[i]}
-        for i in order
+        for i in tei.ranking(scores)[: body.top_n or None]
     ]
     answer = {"id": f"rerank-{uuid4().hex}", "model": server.name, "usage": _usage(made), "results": results}
     return JSONResponse(answer, headers=tei.headers(server, made))
@@ -209,10 +209,6 @@ async def _run_model(
         raise Refusal("invalid", "inputs are cut at the model's own length: give -1", param="truncate_prompt_tokens")
     cut = tei.Cut(truncate=None if body.truncate_prompt_tokens is None else True)
     return await tei.computed(request, kind, items, cut, fields)
-
-
-def _scores(body: _PairsRequest, made: list[Output]) -> list[float]:
-    return [float(one.values[0]) if body.use_activation is False else tei.sigmoid(one.values[0]) for one in made]
 
 
 def _model_object(server: Server, name: str) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from pydantic import (
 
 from llmcache import __version__
 from llmcache.serving.bodies import BodyRoute, cache_headers, invalid, rendered
-from llmcache.serving.encoder import Output
+from llmcache.serving.encoder import Encoder, Output
 from llmcache.serving.fields import Fields
 from llmcache.serving.front import unless_gone
 from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tokenizing import Item, Prompted, n_characters
+from llmcache.serving.tokenizing import Item, Prompted, Tokens, n_characters
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -162,15 +162,12 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """Return the last hidden states of all tokens. Always computed: entries store one vector per input."""
     server: Server = request.app.state.server
     server.needs("embedding")
-    assert server.encoder is not None
-    items = with_prompt(server, items_of(body.inputs), body.prompt_name)
     fields = Fields("inputs", not is_one(body.inputs))
-    check_number(server, len(items))
-    tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    known, most = fields.all(tokens), server.settings.max_batch_tokens
-    if len(known) > 1 and sum(map(len, known)) > most:  # each token has a vector in the response
+    encoder, tokens = await tokenised(server, items_of(body.inputs), body, fields, body.prompt_name)
+    most = server.settings.max_batch_tokens
+    if len(tokens) > 1 and sum(map(len, tokens)) > most:  # each token has a vector in the response
         raise Refusal("too_large", f"the inputs have more than {most} tokens (--max-batch-tokens): send fewer")
-    states = await server.encoder.states(known)
+    states = await encoder.states(tokens)
     return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
@@ -194,10 +191,10 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """Score texts by relevance to a query, best first."""
     items = [(body.query, text) for text in body.texts]
     server, made = await computed(request, "reranker", items, body, Fields("texts", True, beside="query"))
-    scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
+    scores = scores_of(made, body.raw_scores)
     ranks = [
         {"index": i, "score": scores[i]} | ({"text": body.texts[i]} if body.return_text else {})
-        for i in sorted(range(len(scores)), key=lambda i: -scores[i])
+        for i in ranking(scores)
     ]
     return JSONResponse(ranks, headers=headers(server, made))
 
@@ -223,13 +220,13 @@ async def main_route(body: AnyRequest, request: Request) -> Response:
     given = body.root
     match server.served.kind:
         case "embedding" if isinstance(given, Mapping) and isinstance(given.get("inputs"), Mapping):
-            return await similarity(_validated(SimilarityRequest, given), request)
+            return await similarity(validated(SimilarityRequest, given), request)
         case "embedding":
-            return await embed(_validated(EmbedRequest, given), request)
+            return await embed(validated(EmbedRequest, given), request)
         case "classifier":
-            return await predict(_validated(PredictRequest, given), request)
+            return await predict(validated(PredictRequest, given), request)
         case "reranker":
-            return await rerank(_validated(RerankRequest, given), request)
+            return await rerank(validated(RerankRequest, given), request)
     raise Refusal("wrong_model", "this route is not of a causal language model: use /v1/chat/completions")
 
 
@@ -261,14 +258,10 @@ async def info(request: Request) -> JSONResponse:
     """Return the served model and the server's limits."""
     server: Server = request.app.state.server
     served, settings, parameter = server.served, server.settings, next(server.model.parameters())
-    id2label = {str(i): label for i, label in enumerate(served.labels)}
-    labels = {"id2label": id2label, "label2id": {label: int(i) for i, label in id2label.items()}}
-    kinds: dict[str, Any] = {
-        "embedding": {"embedding": {"pooling": server.cache.payload}},
-        "classifier": {"classifier": labels},
-        "reranker": {"reranker": labels},
-        "decoder": {"decoder": {}},
-    }
+    about: dict[str, Any] = {"pooling": server.cache.payload} if served.kind == "embedding" else {}
+    if served.labels:
+        numbered = list(enumerate(served.labels))
+        about = {"id2label": {str(i): label for i, label in numbered}, "label2id": {label: i for i, label in numbered}}
     return JSONResponse(
         {
             "model_id": server.name,
@@ -278,7 +271,7 @@ async def info(request: Request) -> JSONResponse:
             "model_device": str(parameter.device),
             "engine": await asyncio.to_thread(server.engine_name),
             "draft": server.draft_name,
-            "model_type": kinds[served.kind],
+            "model_type": {served.kind: about},
             "max_concurrent_requests": settings.max_concurrent_requests,
             "max_input_length": served.max_length,
             "max_batch_tokens": settings.max_batch_tokens,
@@ -304,16 +297,31 @@ async def computed(
     """
     server: Server = request.app.state.server
     server.needs(kind)
-    assert server.encoder is not None
-    check_number(server, len(items), fields.name)
-    items = with_prompt(server, items, prompt_name)
+    encoder, items, is_cut = _prepared(server, items, cut, fields, prompt_name)
     most = _N_REPEATS * server.settings.payload_limit
     if n_characters(items) > most:
         text = f"the texts with their query or prompt have more than {most:,} characters: send fewer per request"
         raise Refusal("too_large", text, param=fields.name)
-    namespace, truncate = request.state.tenant.namespace, truncates(server, cut.truncate)
-    work = server.encoder.run(items, namespace, truncate, cut.truncation_direction)
+    work = encoder.run(items, request.state.tenant.namespace, is_cut, cut.truncation_direction)
     return server, fields.all(await unless_gone(request, work))
+
+
+async def tokenised(
+    server: Server, items: Sequence[Item], cut: Cut, fields: Fields, prompt_name: str | None
+) -> tuple[Encoder, list[Tokens]]:
+    """Return the encoder and the tokens of each item; errors are those of `computed`."""
+    encoder, items, is_cut = _prepared(server, items, cut, fields, prompt_name)
+    return encoder, fields.all(await encoder.tokens(items, is_cut, cut.truncation_direction))
+
+
+def _prepared(
+    server: Server, items: Sequence[Item], cut: Cut, fields: Fields, prompt_name: str | None
+) -> tuple[Encoder, list[Item], bool]:
+    """Return the encoder, the items with their prompt, and whether those that are too long are cut."""
+    assert server.encoder is not None
+    check_number(server, len(items), fields.name)
+    items = _with_prompt(server, items, prompt_name)
+    return server.encoder, items, server.settings.auto_truncate if cut.truncate is None else cut.truncate
 
 
 def headers(server: Server, outputs: Sequence[Output]) -> dict[str, str]:
@@ -338,12 +346,8 @@ def check_number(server: Server, n: int, field: str = "inputs") -> None:
         raise Refusal("too_large", f"batch size {n} > maximum allowed batch size {most} (--max-client-batch-size)")
 
 
-def truncates(server: Server, asked: bool | None) -> bool:
-    """Whether inputs that are too long are cut: the request's value, else `auto_truncate`."""
-    return server.settings.auto_truncate if asked is None else asked
-
-
-def _validated(model: type[_M], given: Any) -> _M:
+def validated(model: type[_M], given: Any) -> _M:
+    """Return a body of this model. Raises FastAPI's error for one that the model refuses."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -364,13 +368,13 @@ def classified_of(inputs: Any) -> tuple[list[Item], bool]:
     if isinstance(inputs, str):
         return [inputs], False
     if inputs and isinstance(inputs[0], list):
-        return [_text_or_pair(one) for one in inputs], True
+        return [one[0] if len(one) == 1 else tuple(one) for one in inputs], True
     if len(inputs) > 1:
         raise Refusal("invalid", _AMBIGUOUS, param="inputs")
     return list(inputs), False
 
 
-def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
+def _with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
     """Return the items with the prompt `name` prepended; None: the default prompt, if any, for texts and pairs only."""
     prompt = prompt_of(server, name)
     if name is not None and any(isinstance(item, list) for item in items):
@@ -405,8 +409,7 @@ def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.flo
     """Return the probability of each label: sigmoid for multi-label models, else softmax."""
     wide = logits.astype(np.float64)
     if server.served.is_multi_label:
-        each: NDArray[np.float64] = 1 / (1 + np.exp(-wide))
-        return each
+        return sigmoid(wide)
     shares: NDArray[np.float64] = np.exp(wide - wide.max())
     shares /= shares.sum()
     return shares
@@ -416,18 +419,23 @@ def numbers_in(outputs: Sequence[Output]) -> int:
     return sum(len(one.values) for one in outputs)
 
 
-def sigmoid(logit: float) -> float:
-    return float(1 / (1 + np.exp(-np.float64(logit))))
+def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    made: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
+    return made
+
+
+def scores_of(outputs: Sequence[Output], is_raw: bool) -> list[float]:
+    """Return a reranker's score of each input: its logit if `is_raw`, else the sigmoid of it."""
+    logits = np.array([one.values[0] for one in outputs], np.float64)
+    scores: list[float] = (logits if is_raw else sigmoid(logits)).tolist()
+    return scores
+
+
+def ranking(scores: Sequence[float]) -> list[int]:
+    """Return indices by score, highest first."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
 def _ranked(server: Server, logits: NDArray[np.float32], raw: bool) -> list[dict[str, Any]]:
-    scores = logits.astype(np.float64) if raw else probabilities(server, logits)
-    order = np.argsort(-scores, kind="stable")
-    return [
-        {"score": score, "label": server.served.labels[i]}
-        for i, score in zip(order, scores[order].tolist(), strict=True)
-    ]
-
-
-def _text_or_pair(texts: list[str]) -> Item:
-    return texts[0] if len(texts) == 1 else (texts[0], texts[1])
+    scores = (logits.astype(np.float64) if raw else probabilities(server, logits)).tolist()
+    return [{"score": scores[i], "label": server.served.labels[i]} for i in ranking(scores)]
