@@ -56,15 +56,11 @@ class Decoder:
     ) -> None:
         """Start without generations; `is_caching` returns whether requests are looked up and stored."""
         config = decoder_config(cache.model)
-        self.context = context_length(config)
-        self.vocabulary = int(config.vocab_size)
+        self.context, self.vocabulary = context_length(config), int(config.vocab_size)
         self.eos_ids = tuple(sorted(Sampling().stops_of(cache.model)))
         self.metrics = metrics
-        self._cache = cache
-        self._thread = thread
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._is_caching = is_caching
+        self._cache, self._thread, self._settings = cache, thread, settings
+        self._tokenizer, self._is_caching = tokenizer, is_caching
         self._prompts: dict[str, PromptCache] = {}
         self._encoding = ThreadPoolExecutor(_N_ENCODE_THREADS, "llmcache-encode")
         self._prefilling = ThreadPoolExecutor(settings.max_streams, "llmcache-prefill")
@@ -104,10 +100,7 @@ class Decoder:
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
     async def encode(self, prompt: Prompt, namespace: str | None) -> Ids:
-        """Return a prompt's token ids, and keep them for the namespace, if any.
-
-        Raises `Refusal` if there are none or some are outside the vocabulary.
-        """
+        """Return a prompt's token ids, and keep them for the namespace, if any. Raises `Refusal` if they are wrong."""
         param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
         if not prompt:
             raise Refusal("invalid", "the prompt is empty: give at least one token", param=param)
@@ -123,22 +116,15 @@ class Decoder:
     def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, params: tuple[str, str]) -> int:
         """Return the maximum number of new tokens: `asked`, else `otherwise`, else the rest of the context.
 
-        `params` names the request's fields for the prompt and for `asked`, for errors.
-
-        Raises:
-            Refusal: Prompt and answer do not fit the context.
+        Raises `Refusal` if prompt and answer do not fit the context; `params` names their fields in the request.
         """
         if self.context is None:
             return asked or otherwise or _DEFAULT_MAX_NEW
         room = self.context - n_prompt
         if (asked or 1) > room:
             fewer, param = (f", or set {params[1]} to {room} at most", params[1]) if room > 0 else ("", params[0])
-            raise Refusal(
-                "invalid",
-                f"the prompt has {n_prompt} tokens, and the model's context of {self.context} holds prompt and answer: "
-                f"shorten it{fewer}",
-                param=param,
-            )
+            held = f"the model's context of {self.context} holds prompt and answer: shorten it{fewer}"
+            raise Refusal("invalid", f"the prompt has {n_prompt} tokens, and {held}", param=param)
         return asked or min(room, otherwise or room)
 
     def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: "Arrived") -> "Generating":
@@ -148,13 +134,11 @@ class Decoder:
         iteration of the event loop.
         """
         key = (namespace, ids, sampling)
-        flight = self._flights.get(key)
-        is_first = flight is None
-        if flight is None:
+        if is_first := key not in self._flights:
             flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
             self._active.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
-        return Generating(self, flight, is_first, arrived)
+        return Generating(self, self._flights[key], is_first, arrived)
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
         """Generate two tokens from a prompt of `n_tokens` tokens, twice. Runs in the model thread."""
@@ -228,29 +212,28 @@ class Decoder:
         return True
 
     async def _run(self, flight: "_Flight") -> None:
-        begun_s, first_s, last_s, prefill_s = perf_counter(), None, 0.0, 0.0
+        begun_s, prefill_s = perf_counter(), 0.0
         try:
             while (answer := flight.stream) is not None:
                 token, stopped_by = await self._next_token(flight, answer)
+                if flight.items:
+                    self.metrics.inter_token.observe(token.time_s - flight.items[-1][0].time_s)
+                else:
+                    prefill_s = perf_counter() - begun_s
                 flight.put(token, stopped_by, answer)
                 self.metrics.generated.inc()
-                if first_s is None:
-                    first_s, prefill_s = token.time_s, perf_counter() - begun_s
-                else:
-                    self.metrics.inter_token.observe(token.time_s - last_s)
-                last_s = token.time_s
                 if stopped_by is not None:
                     return
         finally:  # also if the readers have left
-            if first_s is not None:
+            if flight.items:
+                decode_s = flight.items[-1][0].time_s - flight.items[0][0].time_s
                 self.metrics.prefill.observe(prefill_s)
-                self.metrics.decode.observe(last_s - first_s)
-                self.metrics.inference.observe(prefill_s + last_s - first_s)
+                self.metrics.decode.observe(decode_s)
+                self.metrics.inference.observe(prefill_s + decode_s)
 
     async def _next_token(self, flight: "_Flight", answer: Stream) -> "_Item":
         """Return the next token. A long prompt is prefilled in chunks before the first one."""
-        _, ids, _ = flight.key
-        if flight.items or not 0 < self._settings.prefill_chunk < len(ids):
+        if flight.items or not 0 < self._settings.prefill_chunk < len(flight.key[1]):
             return await self._thread.run(partial(self._step, answer, flight.key[0], flight))
         return await asyncio.get_running_loop().run_in_executor(self._prefilling, self._prefill, flight, answer)
 
@@ -272,9 +255,8 @@ class Decoder:
     def _step(self, answer: Stream, namespace: str, flight: "_Flight | None" = None) -> "_Item":
         """Return the next token. Runs in the model thread, or in a prefill thread that holds the model."""
         public = None if self._settings.keys is None else PUBLIC  # without keys there is one namespace
-        cache = self._cache
-        is_caching = self._is_caching() and (flight is None or flight.is_stored)
-        where = cache.namespace(namespace, prefixes_from=public) if is_caching else cache.disabled()
+        is_cached = self._is_caching() and (flight is None or flight.is_stored)
+        where = self._cache.namespace(namespace, prefixes_from=public) if is_cached else self._cache.disabled()
         with where, torch.inference_mode():
             return next(answer), answer.stopped_by
 
@@ -324,11 +306,8 @@ class _Flight:
 class Generating:
     """One client's view of a flight. Pass every item from the queue to `take` until `is_over`."""
 
-    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool, arrived: "Arrived") -> None:
-        self._decoder = decoder
-        self._flight = flight
-        self._is_first = is_first
-        self._arrived = arrived
+    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool, arrived: Arrived) -> None:
+        self._decoder, self._flight, self._is_first, self._arrived = decoder, flight, is_first, arrived
         self._has_first_token = False
         self._started_s = perf_counter()
         self.is_over = False
@@ -392,8 +371,8 @@ def _prompt_refusal(prompt: Any, error: RequestError, param: str) -> Refusal:
         text = "the model's chat template does not take these messages: it may want their roles in another order"
     elif cause is not None:
         logger.error("the model's chat template failed: %s", described(cause))
-        kind = type(cause).__name__
-        return Refusal("backend", f"the model's chat template failed ({kind}): the server's log says where")
+        text = f"the model's chat template failed ({type(cause).__name__}): the server's log says where"
+        return Refusal("backend", text)
     elif not isinstance(prompt, str) and "no chat template" in str(error):
         text = "the model has no chat template: use /v1/completions"
     return Refusal("tokenizer", text, param=param)

@@ -136,11 +136,9 @@ class Encoder:
         `max_length` are refused, or cut if `truncate`, keeping the end if `side` is "left".
         """
         outputs: list[Output | Refusal] = []
-        for first in range(0, len(items), _TURN_INPUTS):
-            part = await self._run_part(items[first : first + _TURN_INPUTS], namespace, truncate, side)
-            outputs += part
-            if any(isinstance(one, Refusal) for one in part):
-                break
+        while len(outputs) < len(items) and not any(isinstance(one, Refusal) for one in outputs):
+            part = items[len(outputs) : len(outputs) + _TURN_INPUTS]
+            outputs += await self._run_part(part, namespace, truncate, side)
         return outputs
 
     async def _run_part(
@@ -189,8 +187,8 @@ class Encoder:
 
     def close(self) -> None:
         """Shut the threads down after their current work."""
-        for pool in (self._tokenising, self._lookups):
-            pool.shutdown()
+        self._tokenising.shutdown()
+        self._lookups.shutdown()
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
@@ -251,19 +249,15 @@ class Encoder:
         if not self._queue:
             return []
         first = self._queue[0]
-        near = [
-            one
-            for one in self._queue
-            if one.namespace == first.namespace and one.tokens.n_prompt == first.tokens.n_prompt
-        ]
+        kind = first.namespace, first.tokens.n_prompt
+        near = [one for one in self._queue if (one.namespace, one.tokens.n_prompt) == kind]
         near.sort(key=lambda one: abs(len(one.tokens) - len(first.tokens)))
         batch: list[_Miss] = []
         longest = n_tokens = 0
         for miss in near[: self._settings.max_batch_requests]:
             longest, n_tokens = max(longest, len(miss.tokens)), n_tokens + len(miss.tokens)
-            n_padded = longest * (len(batch) + 1)
             allowed = n_tokens + max(_PADDING_SHARE * n_tokens, self._padding_tokens)
-            if batch and n_padded > min(self._most_tokens, allowed):
+            if batch and longest * (len(batch) + 1) > min(self._most_tokens, allowed):
                 break
             batch.append(miss)
         self._queue = [miss for miss in self._queue if miss not in batch]
@@ -381,19 +375,17 @@ class Encoder:
 
     def padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Return the model's arguments, padded on the right: ids, mask and, if used, token types, each (B, T)."""
-        longest = max(map(len, tokens))
+        longest, device = max(map(len, tokens)), self._device
 
-        def rows(values: Iterable[tuple[int, ...]], padding: int) -> torch.Tensor:
-            return torch.tensor([[*one, *(padding,) * (longest - len(one))] for one in values], device=self._device)
+        def rows(values: Iterable[tuple[int, ...]], padding: int = 0) -> torch.Tensor:
+            return torch.tensor([[*one, *(padding,) * (longest - len(one))] for one in values], device=device)
 
-        made = {
-            "input_ids": rows((one.ids for one in tokens), self._pad_id),
-            "attention_mask": rows(((1,) * len(one) for one in tokens), 0),
-        }
+        made = {"input_ids": rows((one.ids for one in tokens), self._pad_id)}
+        made["attention_mask"] = rows((1,) * len(one) for one in tokens)
         if tokens[0].types:
-            made["token_type_ids"] = rows((one.types for one in tokens), 0)
+            made["token_type_ids"] = rows(one.types for one in tokens)
         if tokens[0].n_prompt:  # sentence-transformers' name
-            made["prompt_length"] = torch.tensor([tokens[0].n_prompt], device=self._device)
+            made["prompt_length"] = torch.tensor([tokens[0].n_prompt], device=device)
         return made
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:

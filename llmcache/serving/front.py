@@ -1,9 +1,8 @@
 """Middleware before the routes: authentication, limits, error responses, counting.
 
-    CORS -> request id -> key and scope -> whole body -> concurrency slot -> route
+    CORS -> request id -> key and scope -> whole body -> concurrency slot (inference only) -> route
 
-The whole body is read before the request takes a slot, so that slow clients occupy none. Only inference requests need
-slots: metrics and operator routes work when all are taken.
+The whole body is read before the request takes a slot, so that slow clients occupy none.
 """
 
 import asyncio
@@ -72,12 +71,10 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] != "http":
+        if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "there are no websockets here"})
         else:
-            await self._serve(scope, receive, send)
+            await (self._serve if scope["type"] == "http" else self._app)(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, started, status = _headers(scope, b"x-request-id"), perf_counter(), _CLIENT_GONE
@@ -159,8 +156,7 @@ class Front:
         finally:
             self._metrics.n_concurrent -= 1
             self._n_by_tenant[tenant.name] -= 1
-            if not self._n_by_tenant[tenant.name]:
-                del self._n_by_tenant[tenant.name]  # key names change over time
+            self._n_by_tenant = +self._n_by_tenant  # without zeros: key names change over time
 
     def _authenticate(self, scope: Scope, needed: keys_of.Scope, allowed: Sequence[str]) -> Tenant:
         """Return the tenant of the key in `Authorization: Bearer KEY`, or in the password of `Basic`, for browsers."""
@@ -194,10 +190,10 @@ class Front:
         if not _has_body(scope):
             return b""
         chunks: list[bytes] = []
-        n_bytes = 0
+        n_bytes, is_whole = 0, False
         try:
             async with asyncio.timeout(most_s):
-                while True:
+                while not is_whole:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnect
@@ -207,17 +203,14 @@ class Front:
                     is_whole = scope["state"]["is_body_read"] = not message.get("more_body")
                     if n_bytes > most:
                         raise too_large
-                    if is_whole:
-                        encodings = _headers(scope, b"content-encoding")
-                        return _checked(decoded(b"".join(chunks), encodings, most))
-                    if self._n_bytes_by_tenant[tenant] > N_BODIES * most:
+                    if not is_whole and self._n_bytes_by_tenant[tenant] > N_BODIES * most:
                         raise overloaded("too many large bodies are being received at once")
+            return _checked(decoded(b"".join(chunks), _headers(scope, b"content-encoding"), most))
         except TimeoutError:
             raise Refusal("timeout", f"the body was not complete after {most_s:g} s") from None
         finally:
             self._n_bytes_by_tenant[tenant] -= n_bytes
-            if not self._n_bytes_by_tenant[tenant]:
-                del self._n_bytes_by_tenant[tenant]
+            self._n_bytes_by_tenant = +self._n_bytes_by_tenant
 
 
 def scope_of(method: str, path: str) -> keys_of.Scope | None:
@@ -316,8 +309,8 @@ def _checked(body: bytes) -> bytes:
 def _check_host(scope: Scope, allowed: Sequence[str]) -> None:
     """Refuse names that others could point to a server without keys, for their page to ask it (DNS rebinding).
 
-    The Host must be an IP address, `localhost`, a name without a dot, which no public domain is, or that of an origin
-    that is `allowed`. Only clients other than browsers send none.
+    Allowed are an IP address, `localhost`, a name without a dot, which no public domain is, the name of an origin that
+    is `allowed`, and no Host, which browsers always send.
     """
     hosts = _headers(scope, b"host")
     name, origins = _name(hosts), [origin.partition("://")[2].lower() for origin in allowed]

@@ -86,11 +86,9 @@ class KeyEntry(Tenant):
 
 
 def read_keys(path: Path) -> list[KeyEntry]:
-    """Return the entries of a key file. Errors never quote a hash: it may be a key entered by mistake.
+    """Return the entries of a key file; `ConfigError` if its content is invalid, or if other users may write it.
 
-    Raises:
-        ConfigError: The content is invalid, or other users may write the file.
-        OSError: The file cannot be read.
+    Errors never quote a hash: it may be a key entered by mistake.
     """
     with path.open("rb") as file:
         _check_owner(path, os.fstat(file.fileno()))
@@ -109,16 +107,11 @@ def read_keys(path: Path) -> list[KeyEntry]:
 def add_key(path: Path, name: str, namespace: str, scopes: Sequence[Scope], max_concurrent: int | None = None) -> str:
     """Return a new key, whose hash is written to the file; the file is created if needed."""
     key = _KEY_PREFIX + secrets.token_urlsafe(32)
-    added = {
-        "name": name,
-        "hash": _hash(key.encode()),
-        "namespace": namespace,
-        "scopes": list(scopes),
-        "max_concurrent": max_concurrent,
-    }
+    added = {"name": name, "hash": _hash(key.encode()), "namespace": namespace, "scopes": list(scopes)}
     with _locked(path):
         entries = read_keys(path) if path.exists() else []
-        _write(path, _checked(path, [*(entry.model_dump() for entry in entries), added]))
+        added_last = [*(entry.model_dump() for entry in entries), added | {"max_concurrent": max_concurrent}]
+        _write(path, _checked(path, added_last))
     return key
 
 
@@ -184,12 +177,11 @@ class Keys:
     def look(self) -> None:
         """Read the file again if it has changed or could not be read."""
         try:
-            seen = _file_state(self.path)
-            if seen == self._seen:
+            before, self._seen = self._seen, _file_state(self.path)  # invalid content is parsed once
+            if self._seen == before:
                 if self._is_failing:
                     self._count_failure()
                 return
-            self._seen = seen  # invalid content is parsed once
             known = {known.hash: known for known in read_keys(self.path)}
         except Exception as error:  # of any kind: the server keeps its current keys
             if isinstance(error, OSError):
@@ -210,10 +202,8 @@ class Keys:
             logger.warning("%s: it has no keys, so every request is refused; add one with llmcache keys add", self.path)
         with suppress(OSError):
             if os.name != "nt" and self.path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                logger.warning(
-                    "%s: other users may read it. It reveals names and namespaces, not keys. To hide them: chmod 600",
-                    self.path,
-                )
+                text = "%s: other users may read it. It reveals names and namespaces, not keys. To hide them: chmod 600"
+                logger.warning(text, self.path)
 
 
 def _hash(key: bytes) -> str:
@@ -240,11 +230,9 @@ def _checked(path: Path, found: Sequence[Any]) -> list[KeyEntry]:
     """Return validated entries; names and hashes must be unique."""
     entries = [_entry(path, number, one) for number, one in enumerate(found)]
     for field in ("name", "hash"):
-        seen: set[str] = set()
-        for entry in entries:
-            if getattr(entry, field) in seen:
-                raise ConfigError(f"{path}: key {entry.name!r}: another key has the same {field}")
-            seen.add(getattr(entry, field))
+        first = {getattr(entry, field): entry for entry in reversed(entries)}
+        if again := next((entry for entry in entries if first[getattr(entry, field)] is not entry), None):
+            raise ConfigError(f"{path}: key {again.name!r}: another key has the same {field}")
     return entries
 
 

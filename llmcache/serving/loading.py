@@ -89,16 +89,8 @@ def load_served(
     others are embedding models. A sentence-transformers model that ends in a `Dense` with as many outputs as its config
     has labels is also a classifier.
 
-    Args:
-        name: As above.
-        models_dir: Folder in which to look first.
-        device: Where the model runs, as torch names it (`cuda:1`); `auto`: CUDA if there is a device, else the CPU.
-        dtype: Of the weights: `float32`, `float16`, `bfloat16`; None: as they were saved.
-        revision: Branch, tag or commit on the hub.
-        pooling: How an embedding model pools its states: `mean`, `cls`, `last-token`; None: as it was trained.
-
-    Raises:
-        ConfigError: The model cannot be loaded, cannot be served, or does not take these options.
+    Options are those of `llmcache serve`; None leaves the model as it was saved and trained. `ConfigError` if the model
+    cannot be loaded, cannot be served, or does not take them.
     """
     source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
     if revision is not None and Path(source).is_dir():
@@ -216,8 +208,13 @@ def _sentence_transformer(
     config: Any = locate(model).config
     width = getattr(model[-1], "out_features", None)
     is_classifier = isinstance(width, int) and width > 1 and width == len(config.id2label)
-    if isinstance(width, int) and not (is_classifier or is_normalised):
-        _tell_of_labels(name, width, len(config.id2label))
+    is_odd = isinstance(width, int) and (width < 32 or width % 4 != 0)  # for an embedding
+    if is_odd and not (is_classifier or is_normalised):
+        logger.warning(
+            "llmcache: %r ends in a Dense with %d outputs, and is served as an embedding model. If these are scores of "
+            "labels, name %d labels in id2label of its config.json, which has %d: then it is served as a classifier",
+            *(name, width, width, len(config.id2label)),
+        )
     return Served(
         "classifier" if is_classifier else "embedding",
         model,
@@ -232,16 +229,6 @@ def _sentence_transformer(
         is_prompt_pooled=all(getattr(module, "include_prompt", True) for module in model.modules()),
         dimensions=model.truncate_dim,
     )
-
-
-def _tell_of_labels(name: str, width: int, n_labels: int) -> None:
-    """Warn if the outputs of a model's last Dense seem to be scores of labels, by a number unusual for an embedding."""
-    if width < 32 or width % 4:
-        logger.warning(
-            "llmcache: %r ends in a Dense with %d outputs, and is served as an embedding model. If these are scores of "
-            "labels, name %d labels in id2label of its config.json, which has %d: then it is served as a classifier",
-            *(name, width, width, n_labels),
-        )
 
 
 def _set_pooling(name: str, model: Any, pooling: str) -> None:

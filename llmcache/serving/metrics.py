@@ -129,7 +129,7 @@ class Metrics:
 
     def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
         """Count an input by the rung that served it; None means it was computed."""
-        name = COMPUTED if rung is None else rung
+        name = rung or COMPUTED
         self._by_rung.labels(self._model_name, name if name in RUNGS else OTHER).inc()
         self._prompt_tokens.inc(n_prompt_tokens)
         self._cached_tokens.inc(n_cached_tokens)
