@@ -81,7 +81,7 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
             raise Refusal("invalid", "give `prompt` or `messages`", param="prompt")
         ids = await server.decoder.encode(prompt, None)
         server.decoder.n_new(len(ids), 1, None, ("prompt", "prompt"))  # refuses what no other route takes
-        prompts = [{"input_ids": torch.tensor([ids], device=next(server.model.parameters()).device)}]
+        prompts = [{"input_ids": torch.tensor([ids], device=server.device)}]
         return {"forgotten": await _wait_for(server.forget(prompts, namespace))}
     if asked.inputs is None:
         raise Refusal("invalid", "give `inputs`", param="inputs")

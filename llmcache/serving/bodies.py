@@ -53,10 +53,9 @@ def invalid(error: ValidationError) -> RequestValidationError:
 async def rendered(
     rows: Iterable[Any], n_numbers: int, headers: Mapping[str, str] | None = None, **around: Any
 ) -> Response:
-    """Return a JSON response with the list `rows` of about `n_numbers` numbers; iterators in it become lists.
+    """Return a JSON response with the list `rows` of about `n_numbers` numbers, or an object of it and fields `around`.
 
-    With `around`, the response is an object of these fields and of `data`, the list. The rows of a large response are
-    made and rendered in a thread, one by one: `to_json` holds the GIL during each call.
+    The rows of a large response are made and rendered in a thread, one by one: `to_json` holds the GIL for each.
     """
     text = await asyncio.to_thread(_to_json, rows) if n_numbers > _LARGE_NUMBERS else _to_json(rows)
     if around:
@@ -69,10 +68,7 @@ def _to_json(rows: Iterable[Any]) -> bytes:
 
 
 def decoded(body: bytes, encodings: Sequence[bytes], most: int) -> bytes:
-    """Return a body without its `Content-Encoding`, of which these are the headers, inflating `most` bytes at most.
-
-    Raises `Refusal` for an unknown encoding, for a body that is damaged, and for one that has more bytes.
-    """
+    """Return a body without its encodings; `Refusal` if one is unknown, it is damaged, or has over `most` bytes."""
     name = b", ".join(encodings).strip().lower()
     if not body or name in (b"", b"identity"):
         return body

@@ -50,9 +50,9 @@ class Decoder:
         cache: LLMCache,
         thread: ModelThread,
         settings: ServerSettings,
-        tokenizer: Any,
         metrics: Metrics,
         is_caching: Callable[[], bool],
+        tokenizer: Any,
     ) -> None:
         """Start without generations; `is_caching` returns whether requests are looked up and stored."""
         config = decoder_config(cache.model)

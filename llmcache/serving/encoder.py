@@ -94,10 +94,10 @@ class Encoder:
         cache: LLMCache,
         thread: ModelThread,
         settings: ServerSettings,
-        tokenizing: Tokenizing,
-        served: Served,
         metrics: Metrics,
         is_caching: Callable[[], bool],
+        served: Served,
+        tokenizing: Tokenizing,
     ) -> None:
         """Start with an empty queue; `is_caching` returns whether inputs are looked up and stored."""
         self._cache, self._thread, self._settings, self._tokenizing = cache, thread, settings, tokenizing
@@ -124,8 +124,8 @@ class Encoder:
         """Number of inputs waiting to be computed."""
         return len(self._queue)
 
-    def forget(self) -> None:
-        """Store nothing of the inputs that have arrived so far."""
+    def forget(self, namespace: str | None = None) -> None:
+        """Store nothing of the inputs that have arrived so far, in whichever namespace."""
         self._forgot_at = perf_counter()
 
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:

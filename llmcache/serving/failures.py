@@ -93,10 +93,6 @@ def _explain(field: str, error: Mapping[str, Any]) -> str:
     context = error.get("ctx") or {}
     if error["type"] == "json_invalid":
         return "the body is not valid JSON"
-    if isinstance(context.get("error"), LLMCacheError):
-        text = str(context["error"])
-    elif set(context) <= _SCHEMA_VALUES:
-        text = str(error["msg"])
-    else:
-        text = "is not valid"
+    is_ours = isinstance(context.get("error"), LLMCacheError)
+    text = context["error"] if is_ours else error["msg"] if set(context) <= _SCHEMA_VALUES else "is not valid"
     return f"{field or 'body'}: {text}"

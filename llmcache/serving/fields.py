@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from llmcache.serving.refusals import Refusal
 
@@ -32,12 +32,10 @@ class Fields:
 
     def all(self, found: Sequence[_T | Refusal]) -> list[_T]:
         """Return the results of all inputs, or raise the first refusal among them, with the input's name."""
-        made: list[_T] = []
         for i, one in enumerate(found):
             if isinstance(one, Refusal):
                 raise self.named(one, i)
-            made.append(one)
-        return made
+        return cast(list[_T], found)
 
     def each(self, work: Callable[[Any], _T], items: Sequence[Any]) -> list[_T]:
         """Return `work(item)` for each input, or raise the first refusal, with the input's name."""

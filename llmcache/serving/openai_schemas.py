@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
@@ -100,24 +100,19 @@ class GenerationRequest(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise Refusal("invalid", "stream_options needs stream=true", param="stream_options")
         if len(self.stops) > _MAX_STOPS or "" in self.stops:
-            message = f"stop: give at most {_MAX_STOPS} texts, none of them empty"
-            raise Refusal("invalid", message, param="stop")
+            raise Refusal("invalid", f"stop: give at most {_MAX_STOPS} texts, none of them empty", param="stop")
 
     def sampling(self, max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocabulary: int) -> Sampling:
         """Return the sampling settings of one answer; `eos_ids` end it unless `ignore_eos`."""
         more = self.stop_token_ids or []
         if max(more, default=0) >= vocabulary:
             raise Refusal("invalid", f"stop_token_ids are from 0 to {vocabulary - 1}", param="stop_token_ids")
+        temperature = 1.0 if self.temperature is None else self.temperature  # without one, sample, as OpenAI's API does
         drawn: dict[str, Any] = {}
-        if self.temperature is None or self.temperature >= _MIN_FACTOR:  # without one, sample, as OpenAI's API does
+        if temperature >= _MIN_FACTOR:
             top_k = min(self.top_k or 0, vocabulary)
-            drawn = {
-                "do_sample": True,
-                "temperature": 1.0 if self.temperature is None else self.temperature,
-                "top_p": self.top_p,
-                "top_k": top_k if top_k > 0 else None,
-                "seed": seed,
-            }
+            drawn = {"temperature": temperature, "top_p": self.top_p, "top_k": top_k if top_k > 0 else None}
+            drawn |= {"do_sample": True, "seed": seed}
         return Sampling(
             **drawn,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
@@ -150,11 +145,8 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """All prompts, each as text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if all(isinstance(one, int) for one in self.prompt):
-            return [[one for one in self.prompt if isinstance(one, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+        is_one = isinstance(self.prompt, str) or all(isinstance(one, int) for one in self.prompt)
+        return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
 
     @property
     def n_logprobs(self) -> int | None:

@@ -142,9 +142,8 @@ def view(server: Server) -> dict[str, Any]:
 
 def _computes(server: Server) -> str:
     """Return what computes misses, in which dtype, and where; and the draft, if there is one."""
-    parameter, draft = next(server.model.parameters()), server.draft_name
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"{server.engine_name()}, {dtype} on {parameter.device}{f', draft: {draft}' if draft else ''}"
+    draft = "" if server.draft_name is None else f", draft: {server.draft_name}"
+    return f"{server.engine_name()}, {server.dtype} on {server.device}{draft}"
 
 
 def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:
@@ -180,18 +179,19 @@ def _bound(samples: list[Sample], allowed: float) -> dict[str, Any] | None:
 
 def _memory(stats: Stats, max_bytes: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of the memory table: bytes held and budget of each part."""
-    for layer, nbytes in stats.nbytes_by_layer.items():
-        yield _memory_row(f"bank of layer {layer}", nbytes, stats.max_nbytes_by_layer[layer])
-    if stats.prefix_nbytes:
-        yield _memory_row("blocks of prefixes", stats.prefix_nbytes, max_bytes)
-    yield _memory_row("all states", stats.nbytes + stats.prefix_nbytes, max_bytes)
+    most = stats.max_nbytes_by_layer
+    rows = [(f"bank of layer {layer}", nbytes, most[layer]) for layer, nbytes in stats.nbytes_by_layer.items()]
+    rows += [("blocks of prefixes", stats.prefix_nbytes, max_bytes)] if stats.prefix_nbytes else []
+    rows += [("all states", stats.nbytes + stats.prefix_nbytes, max_bytes)]
+    for name, nbytes, budget in rows:
+        yield {
+            "name": name,
+            "nbytes": nbytes,
+            "max_bytes": budget,
+            "share": round(min(1.0, nbytes / max(1, budget)), 4),
+        }
     if stats.index_nbytes:
-        yield _memory_row("fingerprints", stats.index_nbytes, None)
-
-
-def _memory_row(name: str, nbytes: int, max_bytes: int | None) -> dict[str, Any]:
-    share = min(1.0, nbytes / max_bytes) if max_bytes else 0.0
-    return {"name": name, "nbytes": nbytes, "max_bytes": max_bytes, "share": round(share, 4)}
+        yield {"name": "fingerprints", "nbytes": stats.index_nbytes, "max_bytes": None}
 
 
 def _troubles(server: Server, stats: Stats) -> Iterator[str]:

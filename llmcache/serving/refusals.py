@@ -58,10 +58,7 @@ class Refusal(LLMCacheError):
     """The reason why a request is not answered, for the client. The text never quotes the request."""
 
     def __init__(self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
-        """Make a refusal; `message` says what was wrong and what to do about it.
-
-        `param` is the wrong field, for OpenAI's error object. Clients may retry after `retry_after_s` seconds.
-        """
+        """Take what was wrong and what to do about it, the wrong field, and after how many seconds to try again."""
         super().__init__(message)
         self.kind: Kind = kind
         self.param = param

@@ -7,7 +7,7 @@ import math
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -71,11 +71,9 @@ class Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Install the signal handlers, which only the main thread can do."""
-        try:
+        with suppress(ValueError):  # not in the main thread
             for one in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(one, self.handle_exit)
-        except ValueError:  # not in the main thread
-            pass
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -38,7 +38,9 @@ class Saves:
         With `config` None, the settings are those of the save, or the defaults, with the single `settings` replaced.
         Settings that contradict the save raise an error.
         """
-        made = _for_pooled(CacheConfig.make(config, **settings), served)
+        made, pooled = CacheConfig.make(config, **settings), find_pooled(served.model)
+        if pooled is not None and made.payload == "auto":  # keep the pooled vector: `/embed_all` computes states anew
+            made = made.model_copy(update={"payload": pooled.kept})
         given = settings if config is None else {"config": made}
         restored = None if self.folder is None else self._restore(self.folder, served, given)
         if restored is not None:
@@ -93,11 +95,3 @@ class Saves:
     def _keep_folder(self, error: LLMCacheError) -> None:
         self.is_kept = True
         logger.error("the content of the save folder is not used and stays as it is, and nothing is saved: %s", error)
-
-
-def _for_pooled(config: CacheConfig, served: Served) -> CacheConfig:
-    """Return settings that store only the pooled vector of a pooling model: `/embed_all` computes all states anew."""
-    pooled = find_pooled(served.model)
-    if pooled is None or config.payload != "auto":
-        return config
-    return config.model_copy(update={"payload": pooled.kept})

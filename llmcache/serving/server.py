@@ -36,15 +36,13 @@ class Server:
 
     def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache, saves: Saves) -> None:
         """Make a server of loaded parts; its `phase` is `starting` until `start` has ended."""
-        self.settings = settings
-        self.served = served
+        self.settings, self.served, self.cache, self.saves = settings, served, cache, saves
         self.name = settings.model
         self.names = tuple(dict.fromkeys((self.name, *settings.model_alias)))
         self.max_inputs = settings.max_client_batch_size or (_N_ANSWERS if served.kind == "decoder" else _N_INPUTS)
-        self.model = served.model
-        self.tokenizer = served.tokenizer
-        self.cache = cache
-        self.saves = saves
+        self.model, self.tokenizer = served.model, served.tokenizer
+        parameter = next(served.model.parameters())
+        self.dtype, self.device = str(parameter.dtype).removeprefix("torch."), parameter.device
         self.thread = ModelThread()
         self.phase: Phase = "starting"
         self.started_at = int(time())
@@ -63,14 +61,11 @@ class Server:
         def is_caching() -> bool:
             return settings.cache and not self.is_disabled
 
+        shared = cache, self.thread, settings, self.metrics, is_caching
         if served.kind == "decoder":
-            self._part = self.decoder = Decoder(
-                cache, self.thread, settings, served.tokenizer, self.metrics, is_caching
-            )
+            self._part = self.decoder = Decoder(*shared, served.tokenizer)
         else:
-            self._part = self.encoder = Encoder(
-                cache, self.thread, settings, self.tokenizing, served, self.metrics, is_caching
-            )
+            self._part = self.encoder = Encoder(*shared, served, self.tokenizing)
 
     @property
     def n_waiting(self) -> int:
@@ -94,12 +89,12 @@ class Server:
 
     async def forget(self, inputs: Sequence[Mapping[str, Tensor]], namespace: str) -> int:
         """Remove the entries of each of these model inputs from a namespace; see `LLMCache.forget`."""
-        is_dict = takes_dict(self.model)
+        is_dict, cache = takes_dict(self.model), self.cache
 
         def work() -> int:
-            with self.cache.namespace(namespace):
-                return self.cache._forget_all(
-                    partial(self.cache, dict(one)) if is_dict else partial(self.cache, **one) for one in inputs
+            with cache.namespace(namespace):
+                return cache._forget_all(
+                    partial(cache, dict(one)) if is_dict else partial(cache, **one) for one in inputs
                 )
 
         return await self._drop(work, namespace)
@@ -109,11 +104,8 @@ class Server:
         await self._drop(self.cache.clear, None)
 
     async def _drop(self, work: Callable[[], _T], namespace: str | None) -> _T:
-        """Run what drops entries of a namespace (None: all), beside the model: it may wait for a store."""
-        if self.decoder is not None:
-            self.decoder.forget(namespace)
-        if self.encoder is not None:
-            self.encoder.forget()
+        """Run `work`, which drops entries of a namespace (None: all), beside the model: it may wait for a store."""
+        self._part.forget(namespace)
         await self.thread.run(lambda: None)  # steps that came before end first, so that what they stored is dropped
         return await asyncio.to_thread(work)
 
@@ -152,9 +144,9 @@ class Server:
 
     def needs(self, kind: Kind) -> None:
         """Raise `Refusal` if the served model is not of the kind that the route needs."""
-        if self.served.kind != kind:
-            text = f"this route needs {NAMES[kind]}; {self.name} is {NAMES[self.served.kind]}"
-            raise Refusal("wrong_model", text)
+        own = self.served.kind
+        if own != kind:
+            raise Refusal("wrong_model", f"this route needs {NAMES[kind]}; {self.name} is {NAMES[own]}")
 
     async def start(self) -> None:
         """Warm up and become ready."""

@@ -257,7 +257,7 @@ async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
 async def info(request: Request) -> JSONResponse:
     """Return the served model and the server's limits."""
     server: Server = request.app.state.server
-    served, settings, parameter = server.served, server.settings, next(server.model.parameters())
+    served, settings = server.served, server.settings
     about: dict[str, Any] = {"pooling": server.cache.payload} if served.kind == "embedding" else {}
     if served.labels:
         numbered = list(enumerate(served.labels))
@@ -267,8 +267,8 @@ async def info(request: Request) -> JSONResponse:
             "model_id": server.name,
             "model_sha": getattr(served.config, "_commit_hash", None),
             "served_model_name": server.name,
-            "model_dtype": str(parameter.dtype).removeprefix("torch."),
-            "model_device": str(parameter.device),
+            "model_dtype": server.dtype,
+            "model_device": str(server.device),
             "engine": await asyncio.to_thread(server.engine_name),
             "draft": server.draft_name,
             "model_type": {served.kind: about},

@@ -1,21 +1,15 @@
 """Traces of requests with OpenTelemetry (extra `otel`)."""
 
-from typing import TYPE_CHECKING
+from fastapi import FastAPI
 
 from llmcache.errors import ConfigError
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
-
-def instrument(app: "FastAPI", endpoint: str) -> None:
+def instrument(app: FastAPI, endpoint: str) -> None:
     """Send a span of each request to a collector by OTLP over HTTP. Call it after the model is loaded.
 
     OpenTelemetry is imported here, not earlier, because it patches HTTP clients, which may download models. Spans
     contain route, status and time, and nothing of a request's body.
-
-    Raises:
-        ConfigError: The extra is not installed, or the endpoint is not an HTTP address.
     """
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError("otlp_endpoint: give an HTTP address, such as http://localhost:4318/v1/traces")

@@ -52,10 +52,7 @@ class Tokenizing:
     def __init__(
         self, tokenizer: Any, max_length: int, vocabulary: int, prompts: Iterable[str] = (), is_pooled: bool = True
     ) -> None:
-        """Copy a transformers tokenizer whose ids are below `vocabulary`.
-
-        `prompts` are the texts that may be prepended to inputs; `is_pooled` if pooling includes their tokens.
-        """
+        """Copy a tokenizer with ids below `vocabulary`; `is_pooled` if pooling includes the tokens of `prompts`."""
         self.max_length = max_length
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer = copy.deepcopy(tokenizer)  # changes here must not affect the caller's
@@ -68,10 +65,7 @@ class Tokenizing:
         self._n_prompt = {prompt: 0 if is_pooled else self._length(prompt) for prompt in prompts}
 
     def encode(self, items: Sequence[Item], truncate: bool, side: Side = "right") -> list[Tokens | Refusal]:
-        """Return the tokens or a refusal for each input. Inputs that are too long are refused, or cut if `truncate`.
-
-        With `side` "right" their end is cut off, with "left" their beginning.
-        """
+        """Return the tokens or a refusal for each input; those that are too long are cut at `side` if `truncate`."""
         return [self._encode(item, truncate, side) for item in items]
 
     def pieces(self, text: str, add_special_tokens: bool) -> Iterator[dict[str, Any]]:
@@ -193,8 +187,7 @@ def n_characters(items: Sequence[Item]) -> int:
 def _texts(item: str | Prompted | tuple[str, str]) -> tuple[str, ...]:
     """Return the text or pair of an item, with its prompt prepended."""
     if isinstance(item, Prompted):
-        first, *others = item.texts
-        return (item.prompt + first, *others)
+        return (item.prompt + item.texts[0], *item.texts[1:])
     return (item,) if isinstance(item, str) else item
 
 

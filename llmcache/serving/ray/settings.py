@@ -75,11 +75,7 @@ class ReplicaSettings(BaseModel):
 
     @property
     def saved(self) -> Path | None:
-        """Folder of the saved cache to load, or None.
-
-        Raises:
-            ConfigError: The folder holds no saved cache.
-        """
+        """Folder of the saved cache to load, or None; `ConfigError` if it holds none."""
         if self.restore is not None and not (self.restore / MANIFEST).is_file():
             raise ConfigError(f"restore: there is no saved cache in {self.restore}")
         return self.restore
