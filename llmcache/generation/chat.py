@@ -56,10 +56,8 @@ class Answer(Iterator[str]):
     ) -> None:
         """Answer `question` from `tokens`; see `Turn`. `kept` is the part of the history that is in the prompt."""
         self.question, self.prompt, self.encode_s, self.kept = question, prompt, encode_s, kept
-        self._tokens = tokens
-        self._detokenizer = detokenizer
-        self.text = ""
-        self.is_whole = False
+        self._tokens, self._detokenizer = tokens, detokenizer
+        self.text, self.is_whole = "", False
 
     def __next__(self) -> str:
         """Return the next piece, which no later token changes."""
@@ -113,20 +111,14 @@ class Chat:
             RequestError: The context has no room for a prompt beside `max_new_tokens`.
             UnsupportedModelError: The model is not a causal language model.
         """
-        self._model = model
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer, self._system = model, tokenizer, system
         self._sampling = sampling or Sampling()
-        self._system = system
-        room = context_length(decoder_config(model))
-        if room is not None and room <= self._sampling.max_new_tokens:
-            raise RequestError(
-                f"max_new_tokens={self._sampling.max_new_tokens}: the model's context has {room} tokens, which leaves "
-                "none for a prompt; lower it"
-            )
-        self._longest = None if room is None else room - self._sampling.max_new_tokens
+        room, n_new = context_length(decoder_config(model)), self._sampling.max_new_tokens
+        if room is not None and room <= n_new:
+            left = f"the model's context has {room} tokens, which leaves none for a prompt"
+            raise RequestError(f"max_new_tokens={n_new}: {left}; lower it")
+        self._longest = None if room is None else room - n_new
         self.prompts = PromptCache(tokenizer, self._longest, truncate)
-        self._history: list[Message] = []
-        self._open: Answer | None = None  # answer to the last question, until `turn` is called
         self.clear()
 
     @property
@@ -136,8 +128,8 @@ class Chat:
 
     def clear(self) -> None:
         """Reset the history to the system message. The prompt cache and stored prefixes are kept."""
-        self._open = None
-        self._history = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._open: Answer | None = None  # answer to the last question, until `turn` is called
+        self._history: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def ask(self, text: str) -> Answer:
         """Ask a question. The answer is computed while it is read; `turn` then adds both to the history.

@@ -15,14 +15,12 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
-        """Begin an answer.
-
-        Args:
-            tokenizer: The model's tokenizer.
-            prompt: Token ids of the prompt; only the last few are kept.
-        """
+        """Begin an answer to a prompt, of whose token ids the last few are kept: more if these have no text."""
         self._tokenizer = tokenizer
-        self._ids = self._end_of(prompt)
+        n = _N_CONTEXT
+        while n < len(prompt) and not self._decode(prompt[-n:]):
+            n *= 2
+        self._ids = list(prompt[-n:])
         self._begin = 0  # decode from this token on, since the tokens before a token may change its text
         self._emitted = len(self._ids)  # tokens before this one were returned as text, or are the prompt's
 
@@ -45,13 +43,6 @@ class Detokenizer:
         if piece:  # not for tokens without text (special ones): they give no context for the next
             self._begin, self._emitted = self._emitted, len(self._ids)
         return piece
-
-    def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """Return the last few tokens of a prompt; more if these have no text, as special tokens."""
-        n = _N_CONTEXT
-        while n < len(prompt) and not self._decode(prompt[-n:]):
-            n *= 2
-        return list(prompt[-n:])
 
     def _decode(self, ids: Sequence[int]) -> str:
         # Without cleanup, which would remove a space that was already returned.

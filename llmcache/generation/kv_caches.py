@@ -11,8 +11,7 @@ Stored prefixes are served only if the cache holds all K/V, so not in a layer th
 Sizes: B rows, L layers, H_kv K/V heads, D_h width of a head, T tokens.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -25,44 +24,28 @@ _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # attention layers; with
 
 def make_cache(kind: str, config: Any, max_length: int | None = None) -> Any:
     """Return an empty K/V cache of a kind; `max_length` (tokens, `static` only) defaults to the model's context."""
-    if kind not in KINDS:
-        raise ConfigError(f"cache: unknown kind {kind!r}; known: {', '.join(KINDS)}")
+    from transformers import DynamicCache, StaticCache
+
+    if kind not in get_args(Kind):
+        raise ConfigError(f"cache: unknown kind {kind!r}; known: {', '.join(get_args(Kind))}")
     if max_length is not None and kind != "static":
         raise ConfigError(f"max_length={max_length} is for cache='static': a {kind} cache allocates nothing ahead")
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ConfigError(f"max_length={max_length!r}: give the tokens that the cache must hold, 1 or more")
-    return KINDS[kind](config, max_length)
-
-
-def _dynamic(config: Any, max_length: int | None) -> Any:
-    """Return a cache of all K/V, also for layers with a window, so that stored prefixes can be filled in."""
-    from transformers import DynamicCache
-
-    shaped = DynamicCache(config=config)
-    return DynamicCache() if {type(layer).__name__ for layer in shaped.layers} <= _PLAIN else shaped
-
-
-def _static(config: Any, max_length: int | None) -> Any:
-    from transformers import StaticCache
-
-    length = context_length(config) if max_length is None else max_length
-    if length is None:
-        raise ConfigError("cache='static': this model's config names no context length; give max_length")
-    return StaticCache(config=config, max_cache_len=length)
-
-
-def _sliding(config: Any, max_length: int | None) -> Any:
-    from transformers import DynamicCache
-
-    if not has_window(config):
+    if kind == "static":
+        length = context_length(config) if max_length is None else max_length
+        if length is None:
+            raise ConfigError("cache='static': this model's config names no context length; give max_length")
+        return StaticCache(config=config, max_cache_len=length)
+    if kind == "sliding" and not has_window(config):
         raise ConfigError(
             f"cache='sliding': no layer of this {config.model_type} model has a sliding window "
             f"(sliding_window={getattr(config, 'sliding_window', None)}); take cache='dynamic' or 'static'"
         )
-    return DynamicCache(config=config)
-
-
-KINDS: dict[str, Callable[[Any, int | None], Any]] = {"dynamic": _dynamic, "static": _static, "sliding": _sliding}
+    shaped = DynamicCache(config=config)
+    # `dynamic` keeps all K/V, also of layers with a window, so that stored prefixes can be filled in.
+    is_plain = {type(layer).__name__ for layer in shaped.layers} <= _PLAIN
+    return DynamicCache() if kind == "dynamic" and is_plain else shaped
 
 
 def has_window(config: Any) -> bool:

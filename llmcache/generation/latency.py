@@ -32,11 +32,7 @@ class Latency:
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Check the times.
-
-        Raises:
-            RequestError: There is no token.
-        """
+        """Raise `RequestError` if there is no token."""
         if not self.times_s:
             raise RequestError("times_s=(): a latency takes one token at least")
 
@@ -87,9 +83,7 @@ class Spread:
             return None
         median, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
         is_quotable = len(values) >= QUOTABLE
-        return cls(
-            len(values), float(np.mean(values)), median, p90 if is_quotable else None, p99 if is_quotable else None
-        )
+        return cls(len(values), float(np.mean(values)), median, *((p90, p99) if is_quotable else (None, None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +122,13 @@ class Latencies:
 
     def summary(self) -> dict[str, LatencySummary]:
         """Return a summary for each rung that served requests, and under `miss` for computed requests, if any."""
-        return {rung: _summarise(latencies) for rung, latencies in self._by_rung.items()}
-
-
-def _summarise(latencies: Sequence[Latency]) -> LatencySummary:
-    return LatencySummary(
-        len(latencies),
-        ttft=Spread.of([latency.ttft_s for latency in latencies]),
-        tpot=Spread.of([latency.tpot_s for latency in latencies if latency.tpot_s is not None]),
-        itl=Spread.of([gap for latency in latencies for gap in latency.itl_s]),
-        e2el=Spread.of([latency.e2el_s for latency in latencies]),
-    )
+        return {
+            rung: LatencySummary(
+                len(latencies),
+                ttft=Spread.of([latency.ttft_s for latency in latencies]),
+                tpot=Spread.of([latency.tpot_s for latency in latencies if latency.tpot_s is not None]),
+                itl=Spread.of([gap for latency in latencies for gap in latency.itl_s]),
+                e2el=Spread.of([latency.e2el_s for latency in latencies]),
+            )
+            for rung, latencies in self._by_rung.items()
+        }

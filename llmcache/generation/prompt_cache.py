@@ -66,9 +66,7 @@ class PromptCache:
                 f"max_length={max_length!r}, truncate={truncate!r}, max_entries={max_entries!r}: lengths and entries "
                 "are whole numbers, at least 1, truncate is 'left' or 'error'"
             )
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._truncate = truncate
+        self._tokenizer, self._max_length, self._truncate = tokenizer, max_length, truncate
         self._texts = lru_cache(max_entries)(lambda messages, *settings: self._format(json.loads(messages)))
         self._tokens = lru_cache(max_entries)(self._tokenise)
         self._local = threading.local()  # `is_hit`: whether this thread's latest prompt was a hit
@@ -90,7 +88,11 @@ class PromptCache:
         is_text = isinstance(prompt, str)
         # Of a subclass of str, the characters, as tokenizers read them, not the result of its own methods.
         text = str.__str__(prompt) if isinstance(prompt, str) else self._formatted(prompt)
-        _check_text(text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # bytes of another encoding, from a terminal or a file
+            char = f"character {error.start} ({text[error.start]!r})"
+            raise RequestError(f"the prompt is no valid text: {char} is a byte that is not UTF-8") from error
         tokenizer = self._tokenizer
         flags = (getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token"))
         self._local.is_hit = True
@@ -121,7 +123,6 @@ class PromptCache:
             raise RequestError("this tokenizer has no chat template: give the prompt as one text")
         if not isinstance(messages, Sequence) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"give a text, or messages of role and content, one at least (got {messages!r})")
-
         plain = [dict(one) for one in messages]
         named = None if _READS_THE_CLOCK in str(template) else _to_json(plain)
         if named is None:
@@ -139,16 +140,6 @@ class PromptCache:
         """Return the token ids of a text after a miss; the tokenizer's `settings` are only part of the key."""
         self._local.is_hit = False
         return tuple(self._tokenizer(text, add_special_tokens=has_specials)["input_ids"])
-
-
-def _check_text(text: str) -> None:
-    """Raise `RequestError` for text with lone surrogates: bytes of another encoding, from a terminal or a file."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the prompt is no valid text: character {error.start} ({text[error.start]!r}) is a byte that is not UTF-8"
-        ) from error
 
 
 def _to_json(messages: Sequence[Message]) -> str | None:

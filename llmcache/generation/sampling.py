@@ -22,14 +22,15 @@ def _is_penalty(value: Any) -> bool:
     return type(value) in (int, float) and -2 <= value <= 2  # False for NaN
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 # A check of each setting, and its description in errors.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda x: type(x) is bool, "True or False"),
     "temperature": (_is_over_zero, "a number over 0; for the likeliest token, leave do_sample out"),
-    "top_k": (
-        lambda x: x is None or (type(x) is int and x > 0),
-        "a whole number of tokens, 1 or more, or None for all",
-    ),
+    "top_k": (lambda x: x is None or _is_count(x), "a whole number of tokens, 1 or more, or None for all"),
     "top_p": (
         lambda x: x is None or (_is_over_zero(x) and x <= 1),
         "a share of probability over 0, at most 1, or None",
@@ -38,7 +39,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (_is_penalty, "a number from -2 to 2; 0 penalises nothing"),
     "frequency_penalty": (_is_penalty, "a number from -2 to 2; 0 penalises nothing"),
     "seed": (lambda x: type(x) is int and 0 <= x < 2**63, "a whole number, 0 or more, under 2 ** 63"),
-    "max_new_tokens": (lambda x: type(x) is int and x > 0, "a whole number of tokens, 1 or more"),
+    "max_new_tokens": (_is_count, "a whole number of tokens, 1 or more"),
     "stop_ids": (
         lambda x: x is None or (isinstance(x, Sequence) and all(type(one) is int for one in x)),
         "a sequence of token ids, () for none, or None for the model's own",
@@ -82,11 +83,7 @@ class Sampling:
     n_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ConfigError: A setting is out of range or has no effect; names it, its value and the accepted values.
-        """
+        """Raise `ConfigError` for a setting that is out of range or has no effect, with its value and what to give."""
         for name, (is_right, wanted) in _RULES.items():
             if not is_right(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give {wanted}")
@@ -96,13 +93,10 @@ class Sampling:
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect on greedy tokens: set do_sample=True")
 
     def processors(self, n_prompt: int = 0) -> Any:
-        """Return the logits processors for these settings, in the order of transformers' `generate()`.
+        """Return the `LogitsProcessorList` of these settings, in the order of transformers' `generate()`.
 
         Args:
             n_prompt: Number of prompt tokens, which presence and frequency penalties skip.
-
-        Returns:
-            A `LogitsProcessorList`.
         """
         import transformers as tf
 
@@ -153,13 +147,9 @@ class Chooser:
         self._rng = torch.Generator(device).manual_seed(sampling.seed)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> tuple[int, float, tuple[tuple[int, float], ...]]:
-        """Choose the next token after prompt and answer so far, int64 (1, T), from its logits (1, V).
+        """Return `id`, `logprob` and `top` of the next `Token`, after prompt and answer so far, int64 (1, T).
 
-        Returns:
-            `id`, `logprob` and `top` of a `Token`.
-
-        Raises:
-            RequestError: The logits are not finite.
+        Raises `RequestError` if its logits (1, V) are not finite.
         """
         own = logits.to(torch.float32)  # as transformers does: in half precision ties are frequent
         logprobs = torch.log_softmax(own, dim=-1)[0]

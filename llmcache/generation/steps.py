@@ -133,14 +133,8 @@ def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep
             )
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         padding = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+    kept = {"past_key_values": kv_cache, "use_cache": True, "return_dict": True, "logits_to_keep": n_keep}
     with torch.no_grad():
-        output = model(
-            input_ids=ids,
-            past_key_values=kv_cache,
-            use_cache=True,
-            return_dict=True,
-            logits_to_keep=n_keep,
-            **padding,
-        )
+        output = model(input_ids=ids, **kept, **padding)
     logits: Tensor = output.logits[:, -n_keep:]  # a model without `logits_to_keep` returns all
     return logits

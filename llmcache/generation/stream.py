@@ -88,14 +88,11 @@ class Stream(Iterator[Token]):
         clock: Callable[[], float],
     ) -> None:
         """Check all arguments, compute nothing; see `stream`."""
-        self._config = decoder_config(model)
+        self._model, self._config = model, decoder_config(model)
         self._listener = listener_of(model)  # before the clock starts: the search is slowest in a model without a cache
-        self._clock = clock
-        self._started_s = clock()
-        self._model = model
+        self._clock, self._started_s = clock, clock()
         _check(self._config, ids, sampling)
-        self._stops = sampling.stops_of(model)
-        self._max_new_tokens = sampling.max_new_tokens
+        self._stops, self._max_new_tokens = sampling.stops_of(model), sampling.max_new_tokens
         self._n_prompt = ids.shape[1]
         self._choose = Chooser(sampling, ids.device, self._n_prompt)
         self._tokens: list[Token] = []
@@ -103,9 +100,8 @@ class Stream(Iterator[Token]):
         self.outcome: Outcome | None = None
         self._kv_nbytes = 0
         n_run = self._n_prompt + sampling.max_new_tokens - 1  # the last token is not run
-        if cache == "static" and max_length is None:
-            max_length = n_run
-        kv_cache = make_cache(cache, self._config, max_length)
+        longest = n_run if cache == "static" and max_length is None else max_length
+        kv_cache = make_cache(cache, self._config, longest)
         check_room(kv_cache, self._config, n_run)
         self._steps = self._run(ids.to(torch.int64, copy=True), kv_cache)  # the caller may modify its tensor
 

@@ -1,7 +1,6 @@
 """Decides from measured times whether looking a value up pays, by length in tokens.
 
-Where look-ups cost more than their hits save, most are left out; one in so many is still made, so that all are made
-again once they pay.
+Where it does not, most look-ups are left out; one in so many is still made, so that all are made again once they pay.
 """
 
 from collections import defaultdict

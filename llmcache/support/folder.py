@@ -92,11 +92,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_writable(folder: Path) -> None:
-    """Create the folder if needed, and write a temporary file to test it.
-
-    Raises:
-        StoreError: Files cannot be written there.
-    """
+    """Create the folder if needed, and write a temporary file; `StoreError` if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with TemporaryFile(dir=folder) as file:
@@ -107,11 +103,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_ours(folder: Path) -> None:
-    """Check that no file in a folder prevents saving there.
-
-    Raises:
-        StoreError: A foreign or damaged file has the name of one of ours.
-    """
+    """Raise `StoreError` if a foreign or damaged file in a folder has the name of one of ours."""
     with locked(folder):
         pass
 
@@ -149,13 +141,10 @@ def sha256(path: Path) -> str:
 
 def _tidy(folder: Path) -> None:
     """Remove the files that the journal names and the manifest does not, then the journal."""
-    for name in sorted(set(_journaled(folder)).difference(_listed(folder))):
-        path = folder / name
-        if path.is_symlink():
-            continue
-        if path.is_dir():
+    for path in (folder / name for name in sorted(set(_journaled(folder)).difference(_listed(folder)))):
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        else:
+        elif not path.is_symlink():
             path.unlink(missing_ok=True)
     (folder / JOURNAL).unlink(missing_ok=True)
 
@@ -169,9 +158,8 @@ def _listed(folder: Path) -> Sequence[str]:
 def _journaled(folder: Path) -> Sequence[str]:
     """Return the names in the journal of an interrupted save."""
     path = folder / JOURNAL
-    if not _check_file(path) or not path.stat().st_size:  # interrupted before the first byte: nothing else was written
-        return ()
-    return _read(path, _Journal).names
+    # An empty one was interrupted before its first byte: nothing else was written.
+    return _read(path, _Journal).names if _check_file(path) and path.stat().st_size else ()
 
 
 def _check_file(path: Path) -> bool:

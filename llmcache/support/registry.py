@@ -30,12 +30,7 @@ class Registry(dict[str, type[T]], Generic[T]):
     """Classes by the name used in settings. `del registry[name]` removes a class."""
 
     def __init__(
-        self,
-        kind: str,
-        base: type,
-        known: dict[str, type[T]],
-        given: Sequence[str] = (),
-        reserved: Sequence[str] = (),
+        self, kind: str, base: type, known: dict[str, type[T]], given: Sequence[str] = (), reserved: Sequence[str] = ()
     ) -> None:
         """Create a registry.
 
@@ -47,10 +42,7 @@ class Registry(dict[str, type[T]], Generic[T]):
             reserved: Names with another meaning in the setting.
         """
         super().__init__(known)
-        self.kind = kind
-        self._base = base
-        self.given = tuple(given)
-        self.reserved = tuple(reserved)
+        self.kind, self._base, self.given, self.reserved = kind, base, tuple(given), tuple(reserved)
 
     def register(self, name: str, made: type[T]) -> None:
         """Register a class under a name.
@@ -74,11 +66,7 @@ class Registry(dict[str, type[T]], Generic[T]):
         self[name] = made
 
     def find(self, name: str) -> type[T]:
-        """Return the class of a name.
-
-        Raises:
-            ConfigError: The name is unknown.
-        """
+        """Return the class of a name; `ConfigError` if it is unknown."""
         if name not in self:
             known = ", ".join(sorted(self)) or "none"
             raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {known}; one of your own: register it first")
@@ -137,11 +125,7 @@ class Component(BaseModel):
         return dict(self.model_extra or {})
 
     def build(self, registry: Registry[T], *args: Any) -> T:
-        """Construct the component with positional arguments `args` and its options.
-
-        Raises:
-            ConfigError: The name is unknown, or an option does not fit the constructor in name, type or value.
-        """
+        """Construct the component with arguments `args` and its options; `ConfigError` if they do not fit."""
         make, kind = registry.find(self.name), registry.kind
         self._check_options(make, kind, args)
         hints: dict[str, Any] = {}
@@ -178,10 +162,8 @@ class Component(BaseModel):
             raise ConfigError(f"{kind}: {self.name}: unknown option {unknown[0]!r}; {hint}{takes}")
         needed = [name for name, one in named.items() if one.default is one.empty and name not in self.options]
         if needed:
-            example = ", ".join(f"{name}: ..." for name in needed)
-            raise ConfigError(
-                f"{kind}: {self.name} needs {' and '.join(needed)}: {{name: {self.name}, {example}}}; {takes}"
-            )
+            example = ", ".join([f"name: {self.name}", *(f"{name}: ..." for name in needed)])
+            raise ConfigError(f"{kind}: {self.name} needs {' and '.join(needed)}: {{{example}}}; {takes}")
 
 
 def _checker(hint: Any) -> TypeAdapter[Any]:

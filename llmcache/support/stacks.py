@@ -9,25 +9,21 @@ from torch import Tensor
 
 
 def pack(records: Sequence[tuple[Mapping[str, Tensor], Any]]) -> tuple[list[Any], dict[str, Tensor]]:
-    """Stack the tensors of records.
+    """Stack the tensors of records, each a pair of tensors by name and a JSON value.
 
-    Args:
-        records: For each record its tensors by name, and a JSON value.
-
-    Returns:
-        For each record [number of its stack, JSON value]; and all stacks, by "number/name".
+    Returns for each record [number of its stack, JSON value]; and all stacks, by "number/name".
     """
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for i, (tensors, _) in enumerate(records):
-        groups[tuple((name, one.dtype, tuple(one.shape)) for name, one in tensors.items())].append(i)
-    numbers = [0] * len(records)
-    packed: dict[str, Tensor] = {}
-    for number, members in enumerate(groups.values()):
-        for i in members:
-            numbers[i] = number
-        for name in records[members[0]][0]:
-            packed[f"{number}/{name}"] = torch.stack([records[i][0][name].cpu() for i in members])
-    return [[number, about] for number, (_, about) in zip(numbers, records, strict=True)], packed
+    groups: dict[Any, list[Mapping[str, Tensor]]] = defaultdict(list)
+    forms = [tuple((name, one.dtype, tuple(one.shape)) for name, one in tensors.items()) for tensors, _ in records]
+    for form, (tensors, _) in zip(forms, records, strict=True):
+        groups[form].append(tensors)
+    numbers = {form: number for number, form in enumerate(groups)}
+    packed = {
+        f"{number}/{name}": torch.stack([tensors[name].cpu() for tensors in members])
+        for number, members in enumerate(groups.values())
+        for name in members[0]
+    }
+    return [[numbers[form], about] for form, (_, about) in zip(forms, records, strict=True)], packed
 
 
 def unpack(meta: Sequence[Any], packed: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Any]]:

@@ -38,11 +38,9 @@ def compute_alone() -> None:
 
 
 def forkable(lock: _T, is_waited_for: bool = True) -> _T:
-    """Register a lock, condition or event to be free in forked processes, and return it.
+    """Register a new lock, condition or event to be free in forked processes, and return it.
 
-    Args:
-        lock: A new object.
-        is_waited_for: A fork waits until the lock is free, for at most a second. Only for locks that are held briefly.
+    If it `is_waited_for`, a fork waits until it is free, for at most a second: only for locks that are held briefly.
     """
     _register(_guards if is_waited_for and hasattr(lock, "acquire") else _others, lock, weakref.ref)
     return lock
@@ -51,10 +49,8 @@ def forkable(lock: _T, is_waited_for: bool = True) -> _T:
 def at_fork(in_child: Callable[[], object], before: Callable[[], object] | None = None) -> None:
     """Register bound methods to be called at each fork while their objects live. They must not take a lock.
 
-    Args:
-        in_child: Called in the forked process, where no other thread runs.
-        before: Called in the forking process, while no other thread holds a lock that a fork waits for. Not called if
-            one of these locks was held for too long.
+    `in_child` is called in the forked process, where no other thread runs; `before` in the forking one, while it holds
+    all locks that a fork waits for, and not if one of them was held for too long.
     """
     _register(_in_child, in_child, weakref.WeakMethod)
     if before is not None:

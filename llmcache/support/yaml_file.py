@@ -14,9 +14,7 @@ _MOST_VALUES = 100_000  # aliases expanded: ten lines can expand to billions
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that contains one mapping; an empty file gives an empty dict.
 
-    Raises:
-        ConfigError: The file cannot be read, is not YAML in UTF-8, is not a mapping, or is too large for settings.
-        FileNotFoundError: There is no such file.
+    Raises `ConfigError` if it is anything else, and `FileNotFoundError`.
     """
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
@@ -29,19 +27,13 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path}: cannot be read as a file of settings: {reason}") from error
     loaded = parse_yaml(text, str(path))
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, dict | None):
         raise ConfigError(f"{path}: expected a mapping of settings, found {type(loaded).__name__}")
-    return loaded
+    return loaded or {}
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Parse YAML text of one document; `name` is its origin, for error messages.
-
-    Raises:
-        ConfigError: The text is not valid YAML, or too large or too deeply nested for settings.
-    """
+    """Parse YAML text of one document; `ConfigError` with its origin `name` if it is not valid, or too large."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"{name}: more than {_MOST_CHARACTERS:,} characters: too large for settings")
     try:
