@@ -1,7 +1,7 @@
 """`LLMCache`, the public facade. `core` builds its parts (with `tau`, `paper` does); `call` has the path of a call."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -152,11 +152,8 @@ class LLMCache:
             folder: A folder that `save` wrote.
             config: Settings that replace all saved ones, as for `wrap`. Only `policy`, `auto_bypass`, `engine` and
                 budgets may differ; budgets of a calibrated cache may only be raised.
-            tokenizer: As for `wrap`.
-            answer_of: As for `wrap`.
+            tokenizer, answer_of, digest, embeddings: As for `wrap`.
             rungs: As for `wrap`; `save` does not write them.
-            digest: As for `wrap`.
-            embeddings: As for `wrap`.
             draft: The model that drafts, if the cache was wrapped with one; `save` does not write it. Or the setting.
             **settings: Single settings, which override those of `config`, or else of the save.
 
@@ -456,12 +453,9 @@ class LLMCache:
             ConfigError: A namespace is not a plain `str`, or is not valid Unicode.
         """
         name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
-        with scoped(self._forward.namespace, name):
-            if shared is None:
-                yield self
-            else:
-                with scoped(self._core.forward.prefixes_from, shared):
-                    yield self
+        own = scoped(self._forward.namespace, name)
+        with own, nullcontext() if shared is None else scoped(self._core.forward.prefixes_from, shared):
+            yield self
 
     def look_up(self, batch: Mapping[str, Any]) -> Found:
         """Look a batch up without running the model.

@@ -38,18 +38,6 @@ def command(
     options.show_turn(turn, verbose)
     made, times = turn.generation, turn.generation.times
     assert times is not None
-    write_json(
-        json_file,
-        {
-            "text": turn.text,
-            "tokens": list(made.tokens),
-            "logprobs": list(made.logprobs),
-            "stopped_by": made.stopped_by,
-            "n_prompt": made.n_prompt,
-            "ttft_s": times.ttft_s,
-            "tpot_s": times.tpot_s,
-            "itl_s": list(times.itl_s),
-            "e2el_s": times.e2el_s,
-            "kv_nbytes": made.kv_nbytes,
-        },
-    )
+    figures = {name: getattr(made, name) for name in ("tokens", "logprobs", "stopped_by", "n_prompt", "kv_nbytes")}
+    figures |= {name: getattr(times, name) for name in ("ttft_s", "tpot_s", "itl_s", "e2el_s")}
+    write_json(json_file, {"text": turn.text, **figures})

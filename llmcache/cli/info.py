@@ -13,6 +13,7 @@ def command() -> None:
     import torch
     import transformers
 
+    cuda = f"cuda ({torch.cuda.get_device_name()})" if torch.cuda.is_available() else ""
     rows = {
         "llmcache": __version__,
         "python": platform.python_version(),
@@ -20,15 +21,7 @@ def command() -> None:
         "transformers": transformers.__version__,
         "faiss": faiss.__version__,
         "threads": f"{torch.get_num_threads()} torch, {faiss.omp_get_max_threads()} faiss",
-        "device": _device(),
+        "device": cuda or ("mps" if torch.backends.mps.is_available() else "cpu"),
     }
     for name, value in rows.items():
         typer.echo(f"{name:<14}{value}")
-
-
-def _device() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return f"cuda ({torch.cuda.get_device_name()})"
-    return "mps" if torch.backends.mps.is_available() else "cpu"

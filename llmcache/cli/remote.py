@@ -48,11 +48,9 @@ class RemoteChat:
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("key: a key is printable ASCII")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = host, port
+        self._host, self._port, self._settings, self._system = host, port, settings, system
         self._path = parts.path.rstrip("/").removesuffix("/v1") + _ROUTE
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._settings = settings
-        self._system = system
         self.turns: list[RemoteTurn] = []
         self.clear()
 

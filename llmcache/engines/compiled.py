@@ -150,7 +150,11 @@ class CompiledTrunk(GraphEngine):
             return self.run_eagerly("shape", args, kwargs, rows)
         bucket, graph = fitting
         try:
-            output = self._replay(graph, bucket, arguments)
+            with torch.inference_mode(False), torch.no_grad():  # as when the graph was made
+                if self._thread is not None:
+                    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                made = self._cut(graph(self._pad(bucket, arguments)), arguments["input_ids"].shape)
+                output = self.twin.pack(made, arguments)
         except Exception as error:
             output = self.run_eagerly("failed", args, kwargs, rows)  # raises if the input is wrong
             if self._graphs.pop(bucket, None) is not None:  # else another thread removed it
@@ -159,13 +163,6 @@ class CompiledTrunk(GraphEngine):
         with self._lock:
             self._n_requests += len(rows)
         return output
-
-    def _replay(self, graph: Graph, bucket: Bucket, arguments: dict[str, Any]) -> Any:
-        with torch.inference_mode(False), torch.no_grad():  # as when the graph was made
-            if self._thread is not None:
-                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            made = graph(self._pad(bucket, arguments))
-            return self.twin.pack(self._cut(made, arguments["input_ids"].shape), arguments)
 
     def _fit(self, n_rows: int, n_tokens: int) -> tuple[Bucket, Graph] | None:
         """Return the smallest bucket that holds B rows of T tokens and its graph, unless too much of it is padding."""

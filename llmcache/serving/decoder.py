@@ -180,7 +180,10 @@ class Decoder:
 
     async def _drive(self, flight: "_Flight") -> None:
         """Run a flight: wait for a slot, then generate to the last token."""
-        if not await self._acquire_slot(flight):
+        try:
+            await self._acquire_slot(flight)
+        except Refusal as refusal:
+            self._end(flight, refusal)
             return
         try:
             await self._run(flight)
@@ -192,24 +195,21 @@ class Decoder:
             self._slots.release()
             self._end(flight)
 
-    async def _acquire_slot(self, flight: "_Flight") -> bool:
-        """Wait for a slot. Returns False, with the readers refused, after `max_queue_s` or when stopping."""
+    async def _acquire_slot(self, flight: "_Flight") -> None:
+        """Wait for a slot. Raises `Refusal` after `max_queue_s`, or when stopping."""
         began, longest_s = perf_counter(), self._settings.max_queue_s
         if self._is_stopping and self._slots.locked():
-            self._end(flight, stopping())
-            return False
+            raise stopping()
         self._waiting.add(flight)
         try:
             async with asyncio.timeout(longest_s):
                 await self._slots.acquire()
         except TimeoutError:
             why = f"the model is answering {self._settings.max_streams} requests already"
-            self._end(flight, overloaded(why, math.ceil(longest_s)))
-            return False
+            raise overloaded(why, math.ceil(longest_s)) from None
         finally:
             self._waiting.discard(flight)
         self.metrics.queue.observe(perf_counter() - began)
-        return True
 
     async def _run(self, flight: "_Flight") -> None:
         begun_s, prefill_s = perf_counter(), 0.0

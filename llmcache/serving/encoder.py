@@ -355,7 +355,8 @@ class Encoder:
     def _compute(self, batch: Sequence[_Miss]) -> list[Output | Refusal]:
         """Compute a batch. If it fails, compute each input alone, so that only the failing inputs are refused."""
         tokens = [miss.tokens for miss in batch]
-        self._metrics.batch(len(batch), sum(map(len, tokens)))
+        self._metrics.batch_size.observe(len(batch))
+        self._metrics.batch_tokens.observe(sum(map(len, tokens)))
         try:
             made = self._run(tokens, batch[0].namespace, min(miss.asked_at for miss in batch) > self._forgot_at)
         except Exception as error:

@@ -99,9 +99,9 @@ class Metrics:
         self.prefill = self._histogram("request_prefill_time_seconds", text)
         text = "Time from the first to the last token of a generation."
         self.decode = self._histogram("request_decode_time_seconds", text)
-        self._batch_size = self._histogram("batch_next_size", "Inputs computed at once.", buckets=_ROWS)
+        self.batch_size = self._histogram("batch_next_size", "Inputs computed at once.", buckets=_ROWS)
         text = "Tokens computed at once, padding included."
-        self._batch_tokens = self._histogram("batch_next_tokens", text, buckets=_TOKENS)
+        self.batch_tokens = self._histogram("batch_next_tokens", text, buckets=_TOKENS)
 
         text = "Inference requests in progress, without waiting ones."
         running = self._make(Gauge, "num_requests_running", text)
@@ -133,11 +133,6 @@ class Metrics:
         self._by_rung.labels(self._model_name, name if name in RUNGS else OTHER).inc()
         self._prompt_tokens.inc(n_prompt_tokens)
         self._cached_tokens.inc(n_cached_tokens)
-
-    def batch(self, n_requests: int, n_tokens: int) -> None:
-        """Count a batch; `n_tokens` includes padding."""
-        self._batch_size.observe(n_requests)
-        self._batch_tokens.observe(n_tokens)
 
     def finished(self, reason: StoppedBy | Literal["error"]) -> None:
         """Count a finished request by its reason: `length`, `stop` (always for encoders), or `error`."""

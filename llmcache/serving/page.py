@@ -115,9 +115,10 @@ def view(server: Server) -> dict[str, Any]:
     calibration = server.cache.calibration
     allowed = config.max_drop if calibration is None else calibration.max_drop
     intervals = server.history.intervals()
+    draft = "" if server.draft_name is None else f", draft: {server.draft_name}"
     return {
         "model": server.settings.model,
-        "computes": _computes(server),
+        "computes": f"{server.engine_name()}, {server.dtype} on {server.device}{draft}",
         "phase": server.phase,
         "is_disabled": server.is_disabled,
         "saves": server.saves.is_saving,
@@ -138,12 +139,6 @@ def view(server: Server) -> dict[str, Any]:
         "by_operator": list(_by_operator(server)),
         "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
     }
-
-
-def _computes(server: Server) -> str:
-    """Return what computes misses, in which dtype, and where; and the draft, if there is one."""
-    draft = "" if server.draft_name is None else f", draft: {server.draft_name}"
-    return f"{server.engine_name()}, {server.dtype} on {server.device}{draft}"
 
 
 def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:
