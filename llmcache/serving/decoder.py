@@ -130,8 +130,7 @@ class Decoder:
     def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: "Arrived") -> "Generating":
         """Start generating from the ids of `encode`, or join an equal request of this namespace in flight.
 
-        Tokens are put into the queue `arrived`, which several answers may share. Computing starts at the next
-        iteration of the event loop.
+        Tokens are put into the queue `arrived`, which several answers may share.
         """
         key = (namespace, ids, sampling)
         if is_first := key not in self._flights:

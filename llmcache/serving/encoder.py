@@ -132,8 +132,7 @@ class Encoder:
         """Return the model's output or a refusal for each input; a refused input does not affect those before it.
 
         A long list is run in parts, so that other requests wait for one part only; one with a refusal is the last.
-        If the server has keys, inputs are also looked up in the namespace `public`. Inputs longer than the model's
-        `max_length` are refused, or cut if `truncate`, keeping the end if `side` is "left".
+        If the server has keys, inputs are also looked up in the namespace `public`. See `Tokenizing.encode`.
         """
         outputs: list[Output | Refusal] = []
         while len(outputs) < len(items) and not any(isinstance(one, Refusal) for one in outputs):

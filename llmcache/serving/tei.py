@@ -290,11 +290,7 @@ async def info(request: Request) -> JSONResponse:
 async def computed(
     request: Request, kind: Kind, items: Sequence[Item], cut: Cut, fields: Fields, prompt_name: str | None = None
 ) -> tuple[Server, list[Output]]:
-    """Return the server and the model's output for each item.
-
-    Raises:
-        Refusal: The served model is not of this `kind`, or an input is refused.
-    """
+    """Return the server and the model's output for each item; `Refusal` for another `kind` of model or a bad input."""
     server: Server = request.app.state.server
     server.needs(kind)
     encoder, items, is_cut = _prepared(server, items, cut, fields, prompt_name)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, Literal
 
 from llmcache.serving.refusals import Refusal, described
@@ -71,8 +72,7 @@ class Tokenizing:
     def pieces(self, text: str, add_special_tokens: bool) -> Iterator[dict[str, Any]]:
         """Return an iterator of tokens: `id`, `text`, `special`, `start` and `stop` in characters (None if special).
 
-        The dicts are made lazily: making a million at once would block other requests. A text that is not valid
-        Unicode raises `Refusal` at the call.
+        It makes them one by one: a million at once would block other requests. Wrong Unicode raises `Refusal` at once.
         """
         _check(text)
         if self._fast is None:
@@ -85,13 +85,12 @@ class Tokenizing:
             )
         (made,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
 
-        def each() -> Iterator[dict[str, Any]]:
-            for i, (one, is_special) in enumerate(zip(made.ids, made.special_tokens_mask, strict=True)):
-                start, stop = (None, None) if is_special else made.token_to_chars(i)
-                shown = self._fast.id_to_token(one) if is_special else text[start:stop]
-                yield {"id": one, "text": shown, "special": bool(is_special), "start": start, "stop": stop}
+        def piece(i: int, one: int, is_special: bool) -> dict[str, Any]:
+            start, stop = (None, None) if is_special else made.token_to_chars(i)
+            shown = self._fast.id_to_token(one) if is_special else text[start:stop]
+            return {"id": one, "text": shown, "special": is_special, "start": start, "stop": stop}
 
-        return each()
+        return map(piece, count(), made.ids, map(bool, made.special_tokens_mask))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids. Raises `Refusal` for ids outside the vocabulary."""
