@@ -23,7 +23,6 @@ from threadpoolctl import threadpool_limits
 from experiments.cli.options import DATA_VARIABLE
 from experiments.methods.base import twin
 from experiments.methods.cached import configure, serve_from
-from experiments.replay.recall import Outputs, recall_layers
 from experiments.replay.recording import Recording
 from experiments.support.environment import describe
 from experiments.support.files import Folders, write_whole
@@ -67,12 +66,9 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     """
     env = describe(SEED)
     workload = build(settings, folders, SEED)
-    known: Outputs = {}
-    alone = workload.of(workload.requests)
-    alone.module = recall_layers(twin(workload.module), known)
-    recording = Recording(alone)
+    recording = Recording(workload)
     outputs = [recording.outputs[number] for number in range(len(workload.requests))]
-    decided = [_decide(workload, known, recording.answers, learn, asked) for asked in CALIBRATIONS]
+    decided = [_decide(workload, recording.answers, learn, asked) for asked in CALIBRATIONS]
     return {
         "stream": name,
         **{name: env[name] for name in ("git", "git_dirty", "started", "cpu", "python")},
@@ -85,11 +81,10 @@ def record(name: str, settings: Any, folders: Folders, learn: int = LEARN) -> Re
     }
 
 
-def _decide(workload: Workload, known: Outputs, own: Sequence[Answer], learn: int, asked: Mapping[str, Any]) -> Record:
+def _decide(workload: Workload, own: Sequence[Answer], learn: int, asked: Mapping[str, Any]) -> Record:
     config = configure(workload, {"answer": "class", "audit": 0})
     served, risks = "", []
-    module = recall_layers(twin(workload.module), known)
-    with LLMCache.wrap(module, config=config, tokenizer=workload.tokenizer) as cache:
+    with LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer) as cache:
         made = cache.calibrate([request.inputs for request in workload.requests[:learn]], seed=SEED, **asked)
         later = serve_from(cache, workload, learn, f"{asked['sources']}, {asked['max_drop']:g}")
         for (answer, outcome), expected in zip(later, own[learn:], strict=True):

@@ -1,20 +1,20 @@
 """Commands that need the experiments. `llmcache` finds them through the entry point `llmcache.commands`.
 
-One command a file, each with a function `command` that parses, calls the experiments and prints.
+Each is a function that parses, calls the experiments and prints.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from experiments.cli import bench_latency, bench_memory, calibrate, demo, prepare, report, run, sweep
+from experiments.cli import bench, calibrate, demo, prepare, runs
 
 COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "demo": demo.command,
     "prepare": prepare.command,
     "calibrate": calibrate.command,
-    "run": run.command,
-    "sweep": sweep.command,
-    "report": report.command,
-    "bench latency": bench_latency.command,
-    "bench memory": bench_memory.command,
+    "run": runs.run,
+    "sweep": runs.sweep,
+    "report": runs.report,
+    "bench latency": bench.latency,
+    "bench memory": bench.memory,
 }

@@ -81,7 +81,7 @@ def write_results(
     results_dir: Path | None, name: str, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
     """Write figures as a run's results, if a results folder is given, and print where."""
-    from experiments.runs.folder import write_figures
+    from experiments.runs.runner import write_figures
 
     if results_dir is not None:
         write_figures(results_dir / name, config, env, metrics)

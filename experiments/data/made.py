@@ -5,8 +5,7 @@ They let the whole chain run anywhere. They say nothing about a model: answers a
 
 from random import Random
 
-from experiments.data.openbookqa import Choice
-from experiments.data.squad import Question
+from experiments.data.published import Choice, Question
 from experiments.data.streams.support_desk import INTENTS, PHRASES, support_desk
 
 #: Enough for any trial run; the tasks' `limit` takes fewer.

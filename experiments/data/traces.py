@@ -1,11 +1,11 @@
-"""Traces of language model services: arrival times of requests, and partial information on prompts.
+"""Traces of language model services, and arrival times of requests drawn from them or generated.
 
 azure     (Patel et al. 2024) one hour of requests: times and token counts. Prompts are not identified, so it gives
           lengths, but no hit rates.
 mooncake  (Qin et al. 2024) the blocks of each prompt. A block stands for 512 tokens and all before them, so equal
           numbers mean equal prefixes. The tokens are not published.
 
-The hub has neither: they are read from the data folder.
+The hub has neither: they are read from the data folder. Arrival times (N,) run from 0 on with a mean gap of 1.
 """
 
 import csv
@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from experiments.data.source import build, find_file, read_jsonl, read_text, some, typed
 from llmcache import ConfigError
@@ -71,3 +74,46 @@ def _find(folder: Path | None, file: str) -> Path:
     if folder is None:
         raise ConfigError(f"data: the trace is not on the hub; give a folder with {file}: --data-dir or LLMCACHE_DATA")
     return find_file(folder, file)
+
+
+Times = NDArray[np.float64]
+
+
+def fixed(n: int, data: Path | None, rng: np.random.Generator) -> Times:
+    return np.arange(n, dtype=np.float64)
+
+
+def poisson(n: int, data: Path | None, rng: np.random.Generator) -> Times:
+    """Return a Poisson process."""
+    return _scaled(rng.exponential(size=n - 1).cumsum())
+
+
+def azure(n: int, data: Path | None, rng: np.random.Generator) -> Times:
+    """Return `n` consecutive arrivals of Azure's trace, from a random start."""
+    return _some_of(np.array(azure_arrivals(data)), "azure", n, rng)
+
+
+def mooncake(n: int, data: Path | None, rng: np.random.Generator) -> Times:
+    """Return arrivals of Mooncake's trace, whose times are in steps of 3 s; within a step they are drawn uniformly."""
+    steps = np.array(mooncake_arrivals(data))
+    return _some_of(np.sort(steps + rng.uniform(0, STEP_S, len(steps))), "mooncake", n, rng)
+
+
+def _some_of(trace: Times, name: str, n: int, rng: np.random.Generator) -> Times:
+    if len(trace) < n:
+        raise ConfigError(f"n={n}: the trace of {name} has {len(trace)} arrivals; ask for fewer")
+    first = rng.integers(len(trace) - n + 1)
+    return _scaled(trace[first + 1 : first + n] - trace[first])
+
+
+def _scaled(later: Times) -> Times:
+    """Scale arrivals after the first, which is at 0."""
+    return np.concatenate([[0.0], later * (len(later) / later[-1])])
+
+
+ARRIVALS: Mapping[str, Callable[[int, Path | None, np.random.Generator], Times]] = {
+    "fixed": fixed,
+    "poisson": poisson,
+    "azure": azure,
+    "mooncake": mooncake,
+}

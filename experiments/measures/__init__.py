@@ -1,4 +1,4 @@
-"""Measures: one file each, with its settings and `run(experiment, folders) -> Outcome`.
+"""Measures: settings and `run(experiment, folders) -> Outcome`, a file each, or one for two that measure alike.
 
 experiment -> serve, engines, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
@@ -17,12 +17,13 @@ from typing import Any, get_type_hints
 from experiments.measures.base import Experiment, Outcome
 from experiments.support.files import Folders
 
-#: Modules of the measures, by their names.
+#: Names of the measures, and where their functions are if not at `run` in the module of that name.
 NAMES = (
     *("serve", "observe", "sweep", "layers", "latency", "compiled", "trust", "bound", "service", "engines"),
     *("engine_parity", "serve_load", "ray_replicas", "serve_soak", "set_rates", "second_pass", "prefix", "policies"),
     *("prefix_limit", "store_faults", "decode", "parity", "commands"),
 )
+WHERE = {"set_rates": "service:run_at_rates", "engine_parity": "parity:run_engine"}
 #: Figures that no page reads, by dotted key: of each point of a curve, and by measure. They are written with the rows.
 OF_POINTS = ("accuracy_nocache", "accuracy_ci", "changed_per_hit", "extras", "hits_by_rung")
 OF_TRUST = ("accuracy", "accuracy_drop_ci", "by_intent", "changed_answers_ci")
@@ -42,7 +43,8 @@ class Measure:
 
 
 def _find(name: str) -> Measure:
-    run = import_module(f"{__name__}.{name}").run
+    module, _, function = WHERE.get(name, f"{name}:run").partition(":")
+    run = getattr(import_module(f"{__name__}.{module}"), function)
     return Measure(get_type_hints(run)["experiment"], run, DETAILS.get(name, ()))
 
 

@@ -32,8 +32,8 @@ from experiments.data.streams.traffic import Arrival, arrange
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.metrics.metrics import share_interval
-from experiments.replay.advance import choose
 from experiments.replay.rehearsal import Rehearsal
+from experiments.replay.replay import choose
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from llmcache import ConfigError

@@ -1,18 +1,181 @@
-"""Measure `decode`: time of a generation to its first token and after, in each way of serving it.
+"""Measure `decode`: greedy generation of a few tokens, served in several ways.
 
-See `experiments.measures.bench.generation` for ways, kinds and times.
+| kind | prompt | what is kept |
+|---|---|---|
+| `nocache` | new | nothing: each step runs the whole sequence |
+| `kv_cache` | new | K/V within a generation: transformers' `DynamicCache` |
+| `miss` | new | the same, and with llmcache the prefill of prompts across generations |
+| `exact_hit` | seen before | as `miss` |
+| `prefix_hit`, if `shared_tokens` is set | begins like a known prompt | as `miss` |
+
+Each round makes one generation of each kind, in rotating order. Outside the timer, the tokens of a hit are compared
+with those of `kv_cache`. Times are named as in vLLM's serving benchmark: TTFT, from the prompt's tokens to the first
+new token; ITL, from one new token to the next; TPOT, the mean ITL of a generation; E2EL, from the prompt to the last.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from experiments.measures.base import DeviceExperiment, Outcome
-from experiments.measures.bench import generation
+from experiments.measures.bench.latency import BANKS
+from experiments.measures.harness import interleaved, ratios
+from experiments.metrics.metrics import percentiles
+from experiments.models.architectures import Requests, build, check, check_target
+from experiments.models.loading import find
+from experiments.support.clock import Clock, Mark
 from experiments.support.files import Folders
+from llmcache import LLMCache
+from llmcache.generation import Latency
 from llmcache.lab import PrefixOptions
+
+MAX_ENTRIES = 64
+HITS = ("exact_hit", "prefix_hit")
+
+
+class Marking:
+    """A transformers streamer that marks the time of each new token. The first value it gets is the prompt."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._marks: list[Mark] = []
+
+    def put(self, value: Tensor) -> None:
+        self._marks.append(self._clock.mark())
+
+    def end(self) -> None:
+        """Do nothing: the generation has ended."""
+
+    def since(self, start: Mark) -> Latency:
+        return Latency(tuple(self._clock.ms(start, mark) / 1e3 for mark in self._marks[1:]))
+
+
+def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
+    """Return prompt and greedy continuation, int64 (1, T + new_tokens), from transformers' own loop; ids are (1, T)."""
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        pad_token_id=0,
+        **more,
+    )
+
+
+def _percentiles(latencies: Sequence[Latency]) -> dict[str, Any]:
+    """Return percentiles in ms over generations; of ITL over all their tokens."""
+    seconds = {
+        "ttft": [one.ttft_s for one in latencies],
+        "tpot": [one.tpot_s for one in latencies if one.tpot_s is not None],
+        "itl": [gap_s for one in latencies for gap_s in one.itl_s],
+        "e2el": [one.e2el_s for one in latencies],
+    }
+    return {f"{name}_ms": percentiles([1e3 * one for one in some]) for name, some in seconds.items()}
+
+
+def measure_each(
+    experiment: DeviceExperiment, models: Sequence[str], folders: Folders, **settings: Any
+) -> list[dict[str, Any]]:
+    """Run `measure` on each model, dtype and kind of banks; figures name models as given in `models`."""
+    on = {"device": experiment.device, "seed": experiment.seed, **settings}
+    each = product(models, experiment.dtypes, experiment.banks)
+    return [
+        {**measure(find(model, folders.models), dtype=dtype, banks=banks, **on), "model": model}
+        for model, dtype, banks in each
+    ]
+
+
+def measure(
+    model: str,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    shared_tokens: int = 0,
+    device: str = "cpu",
+    banks: str = "host",
+    dtype: str = "float32",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Return times of generations and tokens by kind, ms, and ratios to `kv_cache` by round."""
+    # The first round is not measured. A `prefix_hit` begins with `shared_tokens` tokens of a known prompt: at least one
+    # block of the prefix rung (16), and fewer than the prompt has. 0: no `prefix_hit`.
+    check_target(device, dtype)
+    check(model, prompt_tokens + new_tokens, head="token")
+    pair = build(model, seed, device, head="token", dtype=dtype)
+    clock, requests = Clock(device), Requests(pair.model.config, 1, prompt_tokens, seed, device)
+    kinds = ["nocache", "kv_cache", "miss", "exact_hit", *(["prefix_hit"] if shared_tokens else [])]
+    ways = _Ways(pair.model, BANKS[banks], new_tokens, clock)
+    with torch.inference_mode():
+        drawn = ways.draw(rounds + 1, lambda: requests.fresh().to(device), shared_tokens)
+        made = interleaved(kinds, drawn, ways.call, end=ways.check)
+    latencies = {kind: [one.latency for one in some[1:]] for kind, some in made.items()}
+    times = {kind: _percentiles(some) for kind, some in latencies.items()}
+    return {
+        "model": model,
+        "weights": pair.weights,
+        "dtype": dtype,
+        "banks": banks,
+        "clock": clock.name,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "shared_tokens": shared_tokens,
+        **{f"{kind}_ms": some["e2el_ms"] for kind, some in times.items()},
+        "ratios": ratios({kind: [one.e2el_s for one in some] for kind, some in latencies.items()}, "kv_cache"),
+        "times": times,
+    }
+
+
+class _Made(NamedTuple):
+    """A generation."""
+
+    latency: Latency
+    tokens: Tensor
+    n_hits: int
+
+
+class _Ways:
+    """A plain model, and a wrapped copy of it."""
+
+    def __init__(self, model: Any, device: str, new_tokens: int, clock: Clock) -> None:
+        self._plain, self._wrapped, self._new_tokens, self._clock = model, copy.deepcopy(model), new_tokens, clock
+        self._cache = LLMCache.wrap(self._wrapped, max_entries=MAX_ENTRIES, auto_bypass=False, device=device)
+        self._prompts: dict[str, Tensor] = {}  # of the present round, by kind; others are new
+
+    def draw(self, n: int, fresh: Callable[[], Tensor], shared_tokens: int) -> Iterator[int]:
+        """Yield the numbers of `n` rounds, after drawing the prompts of each and storing the known one."""
+        for number in range(n):
+            new, known = fresh(), fresh()
+            shared = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
+            self._prompts = {"new": new, "exact_hit": known, "prefix_hit": shared}
+            self.generate("exact_hit", known)
+            yield number
+
+    def generate(self, kind: str, ids: Tensor, streamer: Marking | None = None) -> Tensor:
+        model = self._wrapped if kind in ("miss", *HITS) else self._plain
+        tokens: Tensor = greedy(model, ids, self._new_tokens, use_cache=kind != "nocache", streamer=streamer)
+        return tokens
+
+    def call(self, kind: str, number: int) -> _Made:
+        before, marking = self._cache.stats().n_hits, Marking(self._clock)
+        self._clock.wait()
+        start = self._clock.mark()
+        tokens = self.generate(kind, self._prompts.get(kind, self._prompts["new"]), marking)
+        return _Made(marking.since(start), tokens, self._cache.stats().n_hits - before)
+
+    def check(self, made: Mapping[str, _Made]) -> None:
+        """Raise if a generation was not of its kind."""
+        for kind, one in made.items():
+            is_same = not one.n_hits or torch.equal(one.tokens, self.generate("kv_cache", self._prompts[kind]))
+            if one.n_hits != (kind in HITS) or not is_same:
+                raise RuntimeError(f"a generation counted as {kind} had {one.n_hits} hits, or other tokens")
+
 
 #: Kinds, with their titles.
 KINDS = {
@@ -43,7 +206,7 @@ class Decode(DeviceExperiment):
 
 def run(experiment: Decode, folders: Folders) -> Outcome:
     lengths = {name: getattr(experiment, name) for name in ("prompt_tokens", "new_tokens", "shared_tokens", "rounds")}
-    measured = generation.measure_each(experiment, experiment.models, folders, **lengths)
+    measured = measure_each(experiment, experiment.models, folders, **lengths)
     rows = [row for figures in measured for row in _rows(figures)]
     shown = [{name: row[name] for name in SHOWN} for row in rows]
     return Outcome(rows, {"generation": measured, "summary": shown, "threads": torch.get_num_threads()})

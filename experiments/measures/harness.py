@@ -37,7 +37,6 @@ WITHOUT = ("nocache", "floor")
 
 _Call = TypeVar("_Call")
 _Made = TypeVar("_Made")
-Advance = Callable[[str, int, int], None]  # gets phase, done and total
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +173,6 @@ def interleaved(
         for kind, result in made.items():
             results[kind].append(result)
     return results
-
-
-def counted(n: int, phase: str, advance: Advance) -> Iterator[int]:
-    """Yield numbers from 0; tell `advance` after each."""
-    for number in range(n):
-        yield number
-        advance(phase, number + 1, n)
-
-
-def silent(phase: str, done: int, total: int) -> None:
-    """Show no progress."""
 
 
 def blocks(

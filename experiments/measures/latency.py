@@ -18,7 +18,8 @@ import torch
 from pydantic import Field, PositiveInt
 
 from experiments.measures.base import DeviceExperiment, Outcome
-from experiments.measures.bench import generation, latency
+from experiments.measures.bench import latency
+from experiments.measures.decode import measure_each
 from experiments.measures.harness import WITH, WITHOUT
 from experiments.models.architectures import check, check_target
 from experiments.models.loading import find
@@ -90,7 +91,7 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
         for way in _ways(experiment)
         for how in product(experiment.batch_sizes, experiment.dtypes, experiment.banks)
     ]
-    generated = generation.measure_each(
+    generated = measure_each(
         experiment,
         experiment.generate,
         folders,

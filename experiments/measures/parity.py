@@ -1,12 +1,15 @@
-"""Measure `parity`: whether generation with llmcache gives the same tokens as the model alone, and memory held.
+"""Measures `parity` and `engine_parity`: whether a cache's answers equal those of the model alone.
 
-Each prompt is continued twice, greedily, by transformers' own loop with a K/V cache: by the model alone, and by a
-wrapped copy. Only the first differing token counts, since later ones follow from it. A prefix hit splits the same sums
-differently, so in low precision two nearly equal logits may change places. Such a *near tie* is counted apart: the
+`parity`: each prompt is continued twice, greedily, by transformers' own loop with a K/V cache: by the model alone, and
+by a wrapped copy. Only the first differing token counts, since later ones follow from it. A prefix hit splits the same
+sums differently, so in low precision two nearly equal logits may change places. Such a *near tie* is counted apart: the
 reference's two best logits there differ by at most `ulps` roundings of the best one (|best| times the dtype's epsilon
-each). Any other difference is wrong.
+each). Any other difference is wrong. Under a budget, `memory` shows the bytes held and the size of the process at every
+tenth of the stream.
 
-Under a budget, `memory` shows the bytes held and the size of the process at every tenth of the stream.
+`engine_parity`: each request is asked of the model alone and of a copy whose misses an engine computes, one a call.
+States are compared at valid tokens: `difference` is the largest, as a share of the largest eager state, or of 1 if that
+is smaller. The head then reads both.
 """
 
 from collections import Counter
@@ -19,14 +22,14 @@ from pydantic import Field
 from torch import Tensor
 
 from experiments.measures.base import CacheExperiment, Outcome
-from experiments.measures.bench.generation import greedy
 from experiments.measures.bench.memory import resident_bytes
+from experiments.measures.decode import greedy
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.models.loading import Loaded, check_length
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
-from experiments.tasks import prompts
+from experiments.tasks import build, prompts
 from experiments.tasks.prompts import Prompts
 from llmcache import LLMCache, Stats
 
@@ -155,3 +158,47 @@ def _shown(experiment: Parity, figures: Mapping[str, Any], memory: Sequence[Mapp
         "half": memory[len(memory) // 2 - 1]["resident_bytes"] / 1e6,
         "end": memory[-1]["resident_bytes"] / 1e6,
     }
+
+
+class EngineParity(CacheExperiment):
+    tolerance: float = Field(default=1e-4, gt=0)  # largest difference that is none
+
+
+def run_engine(experiment: EngineParity, folders: Folders) -> Outcome:
+    workload = build(experiment.task, folders, experiment.seed)
+    module: Any = twin(workload.module)  # its head is read apart: a repeat's states are what the cache keeps of them
+    cache = LLMCache.wrap(
+        module, config=configure(workload, {**experiment.cache, "audit": 0}), tokenizer=workload.tokenizer
+    )
+    eager: Any = workload.module
+    rows = []
+    with torch.inference_mode():
+        for number, request in enumerate(tracked(workload.requests, experiment.task.title)):
+            mask = request.inputs["attention_mask"]
+            own, other = (one.trunk(**request.inputs).last_hidden_state for one in (eager, module))
+            answers = [workload.answer(eager.linear(eager.pool(one, mask)), number) for one in (own, other)]
+            outcome = cache.last[0]
+            difference = (own - other)[mask.bool()].abs().max() / own[mask.bool()].abs().max().clamp(min=1)
+            rows.append(
+                {
+                    "id": request.id,
+                    "n_tokens": int(mask.sum()),
+                    "is_miss": int(outcome.rung is None and not outcome.bypassed),
+                    "difference": float(difference),
+                    "is_changed": int(workload.is_changed(*answers)),
+                }
+            )
+    engine = cache.stats().engine
+    cache.unwrap()
+    misses = [row for row in rows if row["is_miss"]]  # repeats are served what the cache keeps
+    figures = {
+        "engine": None if engine is None else engine.name,
+        "n_by_engine": 0 if engine is None else engine.n_requests,
+        "n_misses": len(misses),
+        "n_beyond": sum(row["difference"] > experiment.tolerance for row in misses),
+        "difference_most": max((row["difference"] for row in misses), default=None),
+        "n_changed": sum(row["is_changed"] for row in rows),
+    }
+    return Outcome(
+        rows, {**experiment.about(workload), "tolerance": experiment.tolerance, **figures, "summary": [figures]}
+    )

@@ -18,13 +18,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, PositiveFloat
 
-from experiments.data.streams.arrivals import ARRIVALS
+from experiments.data.traces import ARRIVALS
 from experiments.measures.base import Outcome
 from experiments.measures.over_http.client import OK, post
-from experiments.measures.over_http.exposition import hits, scrape
 from experiments.measures.over_http.loops import Limit, Load, Times, closed_loop, largest_rate, open_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, order_of, serving
-from experiments.measures.over_http.processes import ServerError
+from experiments.measures.over_http.servers import ServerError, hits, scrape
 from experiments.measures.over_http.traffic import PREDICT, changed
 from experiments.support.files import Folders
 from experiments.support.progress import Progress

@@ -14,14 +14,13 @@ import numpy as np
 from pydantic import Field
 
 from experiments.data.labelled import Labelled
-from experiments.data.streams.arrivals import ARRIVALS
+from experiments.data.traces import ARRIVALS
 from experiments.measures.base import Outcome
 from experiments.measures.over_http.client import OK, post
-from experiments.measures.over_http.exposition import hits, looking, memory, scrape, total
 from experiments.measures.over_http.loops import Load, closed_loop, open_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, serving
-from experiments.measures.over_http.processes import SERVERS as ALL_SERVERS
-from experiments.measures.over_http.processes import Running
+from experiments.measures.over_http.servers import SERVERS as ALL_SERVERS
+from experiments.measures.over_http.servers import Running, hits, looking, memory, scrape, total
 from experiments.measures.over_http.traffic import PREDICT, Asked, Best, Traffic, best_of, mixed
 from experiments.measures.serve_load import CACHE, N_WARM
 from experiments.support.files import Folders

@@ -1,4 +1,4 @@
-"""Measure `service`: whole passes over a stream, as in a service: the model alone, the cache, the model alone.
+"""Measures `service` and `set_rates`: whole passes over a stream, as in a service.
 
     learning     the first `learn` requests are computed and calibrated on, outside the passes. Calibration is repeated
                  before each pass with the cache, so each pass starts from the same state. 0: starts empty
@@ -8,9 +8,15 @@
 Requests of a pass run back to back; audit and storing use the defaults. A pass is timed until the audit queue is
 empty. Everything is measured for each number of torch threads.
 
+`set_rates` takes hit rates that are given. With `learn`, the stream is unchanged and the claim is chosen: of
+`max_drops`, the one whose calibration serves the share nearest to the rate. (If requests were selected by whether they
+hit, the cache would rightly find them unlike those of its calibration.) Without `learn`, only repeats are served, and
+the stream is made with this share of repeats. The hit rate reported is the measured one.
+
 Sizes: N served requests.
 """
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -28,8 +34,8 @@ from experiments.metrics.metrics import figures_of, percentiles
 from experiments.replay.rehearsal import empty, time_alone
 from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
-from experiments.tasks.workload import Workload
-from llmcache import Calibration, LLMCache
+from experiments.tasks.workload import Request, Workload
+from llmcache import Calibration, ConfigError, LLMCache
 from llmcache.lab import Observation, RiskTarget
 
 CACHE = "llmcache"
@@ -203,3 +209,59 @@ def _shown(way: Mapping[str, Any]) -> dict[str, Any]:
     times = {name: None if way[name] is None else way[name]["mean"] for name in ("plain_ms", "hit_ms", "miss_ms")}
     asked = {name: way[name] for name in ("hit_rate_set",) if name in way}  # streams made with a set hit rate
     return asked | {name: way[name] for name in names} | times | {"accuracy_drop": way["accuracy_drop"]}
+
+
+class SetRates(Service):
+    hit_rates: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.52, 0.87, 0.92), min_length=1)
+    n: int = Field(default=800, ge=200)  # requests per pass
+
+    def check(self) -> None:
+        super().check()
+        if any(not 0 < rate < 1 for rate in self.hit_rates):
+            raise ConfigError(f"hit_rates: give shares above 0 and below 1 (got {list(self.hit_rates)})")
+
+
+def run_at_rates(experiment: SetRates, folders: Folders) -> Outcome:
+    workload = experiment.stream(folders)
+    server = Server(workload, experiment.cache, experiment.learn)
+    pool, n = server.stream, experiment.n
+    if experiment.learn and len(pool.requests) < n:
+        raise ConfigError(f"n={n}: {len(pool.requests)} requests follow those learned from; raise task.limit")
+    served = {claim: _share_served(server, claim) for claim in experiment.risk_targets if claim is not None}
+    rows, ways = [], []
+    for rate in experiment.hit_rates:
+        server.stream = pool.of(pool.requests[:n] if experiment.learn else _repeating(pool, rate, n, experiment.seed))
+        nearest = min(served, key=lambda claim: abs(served[claim] - rate)) if experiment.learn else None
+        for threads in experiment.threads:
+            way, more = serve(experiment, server, nearest, threads, hit_rate_set=rate)
+            ways.append(way)
+            rows += more
+    server.cache.unwrap()
+    return Outcome(rows, about(experiment, workload, n, ways))
+
+
+def _share_served(server: Server, risk_target: RiskTarget) -> float:
+    """Return the hit rate a calibration expects; 0 if it found no limit."""
+    chosen = server.learned(risk_target).chosen
+    return 0.0 if chosen is None else chosen.hit_rate
+
+
+def _repeating(pool: Workload, rate: float, n: int, seed: int) -> list[Request]:
+    """Return `n` requests of which a share `rate` are repeats."""
+    different = list({request.text: request for request in pool.requests}.values())
+    return [different[i] for i in with_repeats(len(different), rate, n, random.Random(seed))]
+
+
+def with_repeats(n_pool: int, hit_rate: float, n: int, rng: random.Random) -> list[int]:
+    """Return `n` request numbers: a share `hit_rate` are uniform repeats, the others the pool's, in its order."""
+    n_new = n - round(hit_rate * n)
+    if not 1 <= n_new <= n_pool:
+        raise ConfigError(f"hit_rates: {hit_rate:g} of {n} takes {n_new} different requests; the stream has {n_pool}")
+    is_new = [True] * (n_new - 1) + [False] * (n - n_new)
+    rng.shuffle(is_new)
+    stream: list[int] = []
+    n_seen = 0
+    for new in (True, *is_new):
+        stream.append(n_seen if new else rng.randrange(n_seen))
+        n_seen += new
+    return stream

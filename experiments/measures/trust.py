@@ -28,10 +28,9 @@ from experiments.methods.cached import serve_from
 from experiments.methods.responses import Encoder
 from experiments.metrics.frontier import best, curves
 from experiments.metrics.metrics import alone, figures_of, share_interval
-from experiments.replay.advance import choose_threshold, serve
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.rehearsal import Frozen, empty, grow
-from experiments.replay.replay import Replay, Units, by_request, replay
+from experiments.replay.replay import Replay, Units, by_request, choose_threshold, replay, serve
 from experiments.replay.student import Student
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
@@ -110,7 +109,7 @@ class _Ways:
         self._add_frozen_points("llmcache", rehearsal.calibrated)
         for claim in self._experiment.claims:
             empty(rehearsal.cache, rehearsal.observed)  # misses stored under an earlier claim would serve repeats
-            found = rehearsal.calibrate(rehearsal.calibrated, learn, claim)
+            found = rehearsal.calibrated.calibrate(rehearsal.observed[:learn], claim)
             live = serve_from(rehearsal.cache, rehearsal.workload, learn, f"Live: {claim.sources}, {claim.max_drop:g}")
             told, outcomes = zip(*live, strict=True)
             served = np.array([outcome.rung or COMPUTED for outcome in outcomes])
@@ -122,7 +121,7 @@ class _Ways:
         student = Student(reuse)
         self._add_frozen_points("student", student)
         for claim in self._experiment.frozen_claims:
-            found = self.rehearsal.calibrate(student, self._learn, claim)
+            found = student.calibrate(self.rehearsal.observed[: self._learn], claim)
             limit = -math.inf if found.chosen is None else found.chosen.limit  # no limit: only exact repeats are served
             served, sources = self._frozen(student, claim).serve(limit)
             told = self.rehearsal.answers_from(self._learn, sources)
@@ -131,7 +130,7 @@ class _Ways:
 
     def add_others(self) -> None:
         """Add the other methods, storing the requests llmcache learns from: curves, and a calibrated threshold each."""
-        recording = Recording(self.rehearsal.workload, self.rehearsal.outputs, self.rehearsal.put_out)
+        recording = Recording(self.rehearsal.workload, self.rehearsal.outputs)
         for name in self._experiment.baselines:
             units, answers_of = _way(name, self._experiment.encoder, recording)
             units = replace(units, first_searched=self._learn)
@@ -186,16 +185,9 @@ class _Ways:
                 times.append(perf_counter() - started)
         return float(np.median(times)) * 1e3
 
-    def _add_point(
-        self,
-        method: str,
-        fingerprint: str | None,
-        told: Sequence[Answer],
-        served: NDArray[np.str_],
-        limit: float | None = None,
-        tau: float | None = None,
-    ) -> None:
-        named = {"method": method, "fingerprint": fingerprint, "limit": limit, "tau": tau}
+    def _add_point(self, method: str, fingerprint: str | None, told: Any, served: Any, **at: float | None) -> None:
+        """Add a point of a curve, at a limit or at a tau."""
+        named = {"method": method, "fingerprint": fingerprint, "limit": None, "tau": None, **at}
         self.points.append(named | self._figures(told, served))
 
     def _add_calibration(

@@ -10,8 +10,7 @@ import random
 import re
 from collections.abc import Iterable
 
-from experiments.data.squad import Question
-from experiments.data.wikitext import UNK
+from experiments.data.published import UNK, Question
 
 _SPAN = re.compile(r"(?:[A-Z][\w'-]+|\d[\d,.]*\d)(?: (?:of |the |de )?(?:[A-Z][\w'-]+|\d[\d,.]*\d))*")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from experiments.data.openbookqa import Choice, read_openbookqa
+from experiments.data.published import Choice, read_openbookqa
 from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order, Schedule, train
 from experiments.tasks.openbookqa import OpenBookQA

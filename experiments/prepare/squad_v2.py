@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.data.squad import Question, read_squad
-from experiments.data.wikitext import read_wikitext
+from experiments.data.published import Question, read_squad, read_wikitext
 from experiments.models.loading import Loaded, load
 from experiments.prepare.cloze import make_clozes, plain
 from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.support.progress import tracked
-from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, in_context
-from experiments.tasks.squad_v2_scorer import f1, figures
+from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, f1, figures, in_context
 from llmcache import ConfigError
 
 MAX_LENGTH = 384

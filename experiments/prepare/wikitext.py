@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from experiments.data.wikitext import UNK, read_wikitext, unk_rate
+from experiments.data.published import UNK, read_wikitext, unk_rate
 from experiments.models.loading import Loaded
 from experiments.prepare.training import Order, Schedule, train
 from experiments.tasks.wikitext import WikiText

@@ -1,7 +1,7 @@
 """Replays of caches from one recorded pass of the model; nothing is timed here.
 
 task -> recording   states, outputs and answers of one pass
-     -> replay      hits and answers at many thresholds; advance: a threshold chosen in advance
+     -> replay      hits and answers at many thresholds, or at one chosen in advance
      -> rehearsal   calibrated reuse, replayed many times
 keys -> eviction    hits of each policy, and the most that any can get (w_tinylfu: a reference policy)
 """

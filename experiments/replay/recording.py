@@ -16,7 +16,6 @@ import torch
 from experiments.methods.doccache import DocCache
 from experiments.methods.responses import Encoder
 from experiments.models.loading import MINILM, Inputs, token_rows
-from experiments.replay.recall import Outputs, have_same_layers, recall_layers
 from experiments.replay.replay import Replay, Units
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
@@ -30,10 +29,8 @@ N_LARGE = 64  # number of recent large outputs to keep
 class Recording:
     """One pass of the model alone over a workload, and the lookup units of each method."""
 
-    def __init__(self, workload: Workload, outputs: Sequence[Any] = (), put_out: Outputs | None = None) -> None:
+    def __init__(self, workload: Workload, outputs: Sequence[Any] = ()) -> None:
         """Run the model over all requests, unless `outputs` are given."""
-        # `put_out` holds known outputs of the layers: a sentence encoder with the same layers then reuses them.
-        self._put_out = put_out
         self.workload = workload
         self.trunk = locate(workload.module)
         self.outputs = _Answered(workload, outputs)
@@ -78,8 +75,6 @@ class Recording:
     def texts(self, encoder: str = MINILM) -> Units:
         """Return the semantic response cache's units: whole requests by their sentence embedding."""
         encode = Encoder(encoder)
-        if self._put_out is not None and have_same_layers(encode.module, self.workload.module):
-            recall_layers(encode.module, self._put_out)
         requests = self.workload.requests
         with torch.inference_mode():
             vectors = [encode(request.text) for request in tracked(requests, "Embedding texts")]

@@ -6,9 +6,7 @@ service. Only the model is not run again.
 Sizes: N requests.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,11 +14,10 @@ from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
-from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Request, Workload
-from llmcache import Calibration, LLMCache
-from llmcache.lab import CalibratedReuse, Found, Observation, RiskTarget
+from llmcache import LLMCache
+from llmcache.lab import CalibratedReuse, Found, Observation
 
 N_TIMED = 16  # requests that a calibration times alone
 
@@ -31,53 +28,33 @@ class Rehearsal:
     def __init__(self, workload: Workload, options: dict[str, object]) -> None:
         """Run the model over all requests. Audit is off unless `options` set it, since a replay does not audit."""
         self.workload = workload
-        self.put_out: Outputs = {}  # layer outputs of single requests; see `recall`
-        self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by fingerprint settings
-        self.cache = self.wrap(options)
+        self.cache = self._wrap(options)
         requests = workload.requests
         time_alone(self.cache, requests)
         inputs = (request.inputs for request in tracked(requests, "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
-        self.calibrated = self._trust_of(self.cache, options)
+        assert self.cache.calibrated is not None
+        self.calibrated = self.cache.calibrated
         self.outputs = [torch.from_numpy(case.output)[None] for case in self.observed]
         self.answers: list[Answer] = [workload.answer(output, i) for i, output in enumerate(self.outputs)]
         self._number = {case.row.key: i for i, case in enumerate(self.observed)}
 
-    def wrap(self, options: Mapping[str, object]) -> LLMCache:
-        """Wrap a copy of the model. All caches together compute each request once; see `recall`."""
+    def _wrap(self, options: Mapping[str, object]) -> LLMCache:
         config = configure(self.workload, {"audit": 0, **options})
-        module = twin(self.workload.module)
-        is_eager = config.engine.name == "eager" and config.draft is None  # a graph has no layers to recall
-        if self.workload.payload is not None and config.layers in ("auto", "last") and is_eager:
-            recall_layers(module, self.put_out)
-        return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
+        return LLMCache.wrap(twin(self.workload.module), config=config, tokenizer=self.workload.tokenizer)
 
     def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, CalibratedReuse]:
         """Return another cache on the model and its calibrated reuse, which can learn from these observations."""
-        cache = self.wrap(options)
+        cache = self._wrap(options)
         cache.observe([self.workload.requests[0].inputs])  # creates its calibrated reuse
-        return cache, self._trust_of(cache, options)
-
-    def calibrate(self, calibrated: CalibratedReuse, n: int, risk_target: RiskTarget) -> Calibration:
-        """Calibrate on the first `n` requests. The reported time includes that of reused fits."""
-        saved_s = self._saved_s
-        found = calibrated.calibrate(self.observed[:n], risk_target)
-        return replace(found, seconds=found.seconds + self._saved_s - saved_s)
+        assert cache.calibrated is not None
+        return cache, cache.calibrated
 
     @property
     def model_ms(self) -> float:
         """Median time the model takes for a request, ms; repeats, which are not computed, are left out."""
         first = {case.row.key: case.seconds for case in reversed(self.observed)}
         return float(np.median([*first.values()])) * 1e3
-
-    @property
-    def _saved_s(self) -> float:
-        return sum(fits.saved_s for fits in self._learned.values())
-
-    def _trust_of(self, cache: LLMCache, options: Mapping[str, object]) -> CalibratedReuse:
-        assert cache.calibrated is not None
-        recall_fits(cache.calibrated.fitter.fingerprint, self._learned[repr(options.get("fingerprint"))])
-        return cache.calibrated
 
     def answers_from(self, first: int, sources: Sequence[str | None]) -> list[Answer]:
         """Return the answers of requests from `first` on, given the key of each one's source; None if computed."""

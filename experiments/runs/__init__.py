@@ -1,7 +1,6 @@
 """From a YAML file to a results folder, and back.
 
 file -> grid      checked; lists expanded to one run per combination
-     -> runner    the missing runs, one after another
-     -> folder    config and environment first, rows, metrics last
+     -> runner    the missing runs, one after another; their folders: config and environment first, metrics last
      -> read      runs of a folder, for reports
 """

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from experiments.runs.folder import METRICS, RunFolder
-from experiments.runs.runner import load_all
+from experiments.runs.runner import METRICS, RunFolder, load_all
 from llmcache import ConfigError
 
 Figures = Mapping[str, Any]

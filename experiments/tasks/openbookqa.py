@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from experiments.data.made import make_choices
-from experiments.data.openbookqa import Choice, read_openbookqa
+from experiments.data.published import Choice, read_openbookqa
 from experiments.models.loading import Inputs, Loaded, check_length, load
 from experiments.support.files import Folders
 from experiments.tasks.workload import OfficialSettings, Request, Workload

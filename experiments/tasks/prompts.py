@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 
 from experiments.data.made import make_lines
+from experiments.data.published import read_wikitext
 from experiments.data.source import find_file
 from experiments.data.streams.prompts import STREAMS, Pieces, Prompt, StreamSettings, known_tokens, make_stream
-from experiments.data.wikitext import read_wikitext
 from experiments.models.architectures import ARCHITECTURES, Dtype, random_model
 from experiments.models.loading import Loaded, check_length, find, load
 from experiments.support.files import Folders

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import nn
 
 from experiments.data.made import make_lines
-from experiments.data.wikitext import UNK, read_wikitext, unk_rate
+from experiments.data.published import UNK, read_wikitext, unk_rate
 from experiments.models.loading import Loaded, check_length, load
 from experiments.support.files import Folders
 from experiments.support.section import Section

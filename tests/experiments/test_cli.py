@@ -19,8 +19,8 @@ from experiments.measures.bench import latency
 from experiments.methods import METHODS
 from experiments.models.loading import UNTRAINED
 from experiments.runs import runner
-from experiments.runs.folder import RunFolder
 from experiments.runs.grid import load_experiments
+from experiments.runs.runner import RunFolder
 from experiments.support.files import Folders, held
 from experiments.tasks import TASKS, build
 from llmcache import LLMCache

@@ -9,7 +9,7 @@ import torch
 
 from experiments.cli.options import INTERRUPTED
 from experiments.data.labelled import Data, read_requests, split
-from experiments.data.squad import Question, read_squad
+from experiments.data.published import Question, read_squad
 from experiments.models.loading import load, prepared_figures
 from experiments.prepare import squad_v2, trainer, training
 from experiments.support.files import Folders

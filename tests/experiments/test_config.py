@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.runs.folder import run_id
 from experiments.runs.grid import load_experiments, make_experiment
+from experiments.runs.runner import run_id
 from llmcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

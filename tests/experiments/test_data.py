@@ -10,9 +10,7 @@ import pytest
 
 from experiments.data.labelled import Data, Labelled, read_requests, split
 from experiments.data.made import make_choices, make_lines, make_questions
-from experiments.data.openbookqa import Choice, read_openbookqa
-from experiments.data.squad import Question, read_squad
-from experiments.data.wikitext import read_wikitext
+from experiments.data.published import Choice, Question, read_openbookqa, read_squad, read_wikitext
 from llmcache.errors import ConfigError
 from llmcache.models import loading
 

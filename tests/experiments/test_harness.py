@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.measures import decode as generation
 from experiments.measures import harness
-from experiments.measures.bench import generation, latency
+from experiments.measures.bench import latency
 from experiments.measures.serve import measure, order_of, rows
 from experiments.methods.base import COMPUTED, Served
 from experiments.models import architectures

@@ -13,8 +13,8 @@ from experiments.measures import MEASURES
 from experiments.measures import serve_load as load
 from experiments.measures.engines import WAYS
 from experiments.measures.harness import WITH, WITHOUT
-from experiments.measures.over_http.killing import MISSING, PHASES
 from experiments.measures.policies import BEST
+from experiments.measures.ray_replicas import MISSING, PHASES
 from experiments.metrics.frontier import curves
 from experiments.support.files import Folders
 from llmcache import LLMCacheError

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.measures.over_http.client import Reply, post
-from experiments.measures.over_http.exposition import hits, parse, scrape, total
-from experiments.measures.over_http.killing import AFTER, BEFORE, MISSING, PHASES, UPDATE, Asked, Span
 from experiments.measures.over_http.loops import Limit, Load, closed_loop, largest_rate, open_loop
 from experiments.measures.over_http.made import labels_of, made
-from experiments.measures.over_http.processes import ServerError, running
-from experiments.measures.ray_replicas import point, row_of
+from experiments.measures.over_http.servers import ServerError, hits, parse, running, scrape, total
+from experiments.measures.ray_replicas import AFTER, BEFORE, MISSING, PHASES, UPDATE, Asked, Span, point, row_of
 from experiments.runs.grid import make_experiment
 from experiments.support.files import Folders
 from llmcache.errors import ConfigError

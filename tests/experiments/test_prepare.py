@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.data.openbookqa import read_openbookqa
+from experiments.data.published import read_openbookqa
 from experiments.models.loading import SMOLLM2, Loaded, encode, load
 from experiments.prepare import openbookqa, prepare, smollm2, training
 from experiments.prepare.cloze import make_clozes

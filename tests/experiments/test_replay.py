@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.data.streams.keys import BYTES, Asked
 from experiments.methods.base import twin
 from experiments.methods.cached import serve_from
-from experiments.replay.advance import choose_threshold, serve
 from experiments.replay.eviction import most_hits, replay_blocks, replay_entries
-from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
-from experiments.replay.replay import Units
+from experiments.replay.replay import Units, choose_threshold, serve
 from experiments.replay.student import Student
 from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.support.files import Folders

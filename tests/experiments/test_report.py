@@ -8,12 +8,12 @@ import pytest
 
 from experiments.report import trust
 from experiments.report.claims import CLAIMS, judge
-from experiments.report.claims.evidence import Judgement, Verdict
+from experiments.report.claims.rules import Judgement, Verdict
 from experiments.report.markdown import MISSING
 from experiments.report.pages import TABLES, modes, streams
 from experiments.report.write import write_report
-from experiments.runs.folder import write_figures
 from experiments.runs.read import Run, grouped, read_runs, unfinished
+from experiments.runs.runner import write_figures
 from experiments.support.environment import describe
 from llmcache.errors import ConfigError
 

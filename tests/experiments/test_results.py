@@ -12,9 +12,8 @@ import yaml
 from experiments.measures import Measure
 from experiments.measures.base import Outcome
 from experiments.runs import runner
-from experiments.runs.folder import RunFolder, as_json, without
 from experiments.runs.grid import Named, make_experiment
-from experiments.runs.runner import Finished, run_one
+from experiments.runs.runner import Finished, RunFolder, as_json, run_one, without
 from experiments.support.environment import PACKAGES
 from experiments.support.files import Folders
 from llmcache.errors import ConfigError

@@ -12,12 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.data.streams.arrivals import azure, fixed, mooncake, poisson
 from experiments.data.streams.keys import BYTES, KeyStream, asked
 from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream, sample
 from experiments.data.streams.support_desk import INTENTS, support_desk
-from experiments.data.traces import AZURE, MOONCAKE, azure_arrivals, azure_lengths, read_trace
-from experiments.measures.set_rates import with_repeats
+from experiments.data.traces import (
+    AZURE,
+    MOONCAKE,
+    azure,
+    azure_arrivals,
+    azure_lengths,
+    fixed,
+    mooncake,
+    poisson,
+    read_trace,
+)
+from experiments.measures.service import with_repeats
 from experiments.support.files import Folders
 from experiments.tasks.wikitext import Repeats, repeat
 from llmcache.errors import ConfigError

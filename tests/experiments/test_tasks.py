@@ -15,8 +15,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor, nn
 
 from experiments.data.labelled import Labelled
-from experiments.data.openbookqa import Choice
-from experiments.data.squad import Question
+from experiments.data.published import Choice, Question
 from experiments.methods.cached import Cached
 from experiments.models.heads import PooledClassifier, fit_logistic, pooled_states, ready
 from experiments.models.loading import Loaded, encode, load
@@ -26,8 +25,7 @@ from experiments.support.files import Folders
 from experiments.tasks import make_task, squad_v2
 from experiments.tasks.held_out import divide
 from experiments.tasks.openbookqa import OpenBookQA
-from experiments.tasks.squad_v2 import MOST_TOKENS, THRESHOLD, SquadV2, best_span, in_context
-from experiments.tasks.squad_v2_scorer import exact_match, f1, figures
+from experiments.tasks.squad_v2 import MOST_TOKENS, THRESHOLD, SquadV2, best_span, exact_match, f1, figures, in_context
 from experiments.tasks.stream import Stream
 from experiments.tasks.wikitext import WikiText
 from llmcache.errors import ConfigError

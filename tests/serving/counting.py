@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from experiments.runs.folder import write_figures
+from experiments.runs.runner import write_figures
 from experiments.support.environment import describe
 
 _plain = FastAPI.__call__

@@ -2,6 +2,5 @@
 
 records -> traffic, support_desk   order and repeats of requests
         -> prompts                 texts with common prefixes
-        -> arrivals                arrival times
 keys: requested entries, for measuring eviction alone
 """

@@ -1,7 +1,6 @@
 """Benchmarks of the library itself: random weights, as texts do not matter; quality is not measured.
 
-model -> latency, rounds   time of each kind of call, interleaved and in whole blocks
-      -> memory            bytes per entry, entries stored per second
-      -> generation        time to the first token and to those after it
-at_hand                    whether a device is available
+model -> latency   time of each kind of call, interleaved and in whole blocks
+      -> memory    bytes per entry, entries stored per second
+at_hand            whether a device is available
 """

@@ -19,17 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.measures.harness import (
-    Advance,
-    blocks,
-    counted,
-    figures_of_blocks,
-    figures_of_rounds,
-    interleaved,
-    silent,
-)
+from experiments.measures.harness import blocks, figures_of_blocks, figures_of_rounds, interleaved
 from experiments.models.architectures import Pair, Requests, Shortcut, build, check, check_target, find_layers
 from experiments.support.clock import Clock, Spent
+from experiments.support.progress import tracked
 from llmcache import ConfigError, LLMCache
 from llmcache.lab import locate
 
@@ -63,16 +56,16 @@ class Settings:
     block: int = 200  # calls of each kind in a service round
 
 
-def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
-    """Run the benchmark; return what `llmcache bench latency` prints. `advance` gets phase, done and total."""
+def measure(settings: Settings) -> dict[str, Any]:
+    """Run the benchmark; return what `llmcache bench latency` prints."""
     _check(settings)
     pair = build(settings.model, settings.seed, settings.device, settings.head, settings.dtype)
     bench = Bench(settings, pair)
-    bench.fill(advance)
+    bench.fill()
     with torch.inference_mode():
         is_equal = bench.is_exact_hit_equal()
-        spent = bench.run(advance)
-        numbers = counted(settings.service_rounds, "service rounds", advance)
+        spent = bench.run()
+        numbers = tracked(range(settings.service_rounds), "service rounds")
         service = blocks(bench.block, bench.fresh, numbers, settings.block)
     stats = bench.cache.stats()
     return {
@@ -132,13 +125,12 @@ class Bench:
             allow_unsafe=settings.head == "token",  # only time is measured here
         )
 
-    def fill(self, advance: Advance = silent) -> None:
+    def fill(self) -> None:
         total = self._settings.entries
-        for done in range(0, total, FILL_ROWS):
+        for done in tracked(range(0, total, FILL_ROWS), "filling"):
             ids = self._requests.fresh(min(FILL_ROWS, total - done))
             self._store(ids)
             self._known += ids.unsqueeze(1)
-            advance("filling", done + len(ids), total)
         for _ in range(MOST_DRAWS):  # a chance hit is not stored
             if (missing := total - self.cache.stats().n_stored) == 0:
                 return
@@ -159,9 +151,9 @@ class Bench:
         _, served, _ = self._measure("exact_hit", lambda: (self._model, ids, {"paper": rows}))
         return torch.equal(computed, served)
 
-    def run(self, advance: Advance = silent) -> dict[str, list[Spent]]:
+    def run(self) -> dict[str, list[Spent]]:
         kinds, warm_up = self._kinds(), max(3, self._settings.rounds // 50)
-        numbers = counted(self._settings.rounds + warm_up, "measuring", advance)
+        numbers = tracked(range(self._settings.rounds + warm_up), "measuring")
         times = interleaved(list(kinds), numbers, lambda kind, _: self._measure(kind, kinds[kind])[0])
         return {kind: some[warm_up:] for kind, some in times.items()}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from experiments.measures.harness import Advance, silent
 from experiments.models.architectures import Requests, Shortcut, find_layers
+from experiments.support.progress import tracked
 from llmcache import ConfigError, LLMCache
 
 MOST_TOKENS = 512
@@ -32,7 +32,7 @@ class Settings:
     seed: int = 0
 
 
-def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
+def measure(settings: Settings) -> dict[str, Any]:
     """Run the benchmark; return bytes per entry, entries stored per second, and the settings. See `latency.measure`."""
     if settings.width % 8:
         raise ConfigError(f"--width {settings.width}: give a multiple of 8")
@@ -41,14 +41,13 @@ def measure(settings: Settings, advance: Advance = silent) -> dict[str, Any]:
     cache = _wrap(settings)
     requests = Requests(cache.model.config, settings.batch_size, settings.seq_len, settings.seed, "cpu")
     start, resident_before, stored_before, spent = settings.entries // 10, 0, 0, 0.0
-    while (done := cache.stats().n_stored) < settings.entries:
+    for done in tracked(range(0, settings.entries, settings.batch_size), "storing"):
         if done >= start and not resident_before:
-            resident_before, stored_before = resident_bytes(), done
+            resident_before, stored_before = resident_bytes(), cache.stats().n_stored
         inputs = requests.inputs(requests.fresh())
         began = perf_counter()
         cache(**inputs)
         spent += perf_counter() - began
-        advance("storing", done, settings.entries)
     stats = cache.stats()
     return asdict(settings) | {
         "bytes_per_entry": (resident_bytes() - resident_before) / (stats.n_stored - stored_before),

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from experiments.data.labelled import Labelled
 from experiments.measures.learning import LearningExperiment
-from experiments.measures.over_http.processes import SERVERS, Running, running
+from experiments.measures.over_http.servers import SERVERS, Running, running
 from experiments.models.heads import as_sentence_model, fit_logistic
 from experiments.models.loading import encode, load
 from experiments.support.files import Folders, written_by_others

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from experiments.measures.over_http.client import HOST
-from experiments.measures.over_http.processes import ServerError, free_port
+from experiments.measures.over_http.servers import ServerError, free_port
 
 if TYPE_CHECKING:
     from llmcache.serving.ray import ReplicaSettings

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from experiments.report.claims import quality, speed
-from experiments.report.claims.evidence import NOTHING, Judgement, Results, Verdict
+from experiments.report.claims import rules
+from experiments.report.claims.rules import NOTHING, Judgement, Results, Verdict
 from experiments.report.markdown import table
 from experiments.runs.read import Run
 
@@ -69,68 +69,68 @@ CLAIMS: Sequence[Claim] = (
         "tokens",
         "table1_latency",
         _A_CALL,
-        partial(speed.latency, head="class"),
-        partial(speed.latency_told, head="class"),
+        partial(rules.latency, head="class"),
+        partial(rules.latency_told, head="class"),
     ),
     Claim(
         "Table 1: latency falls from 304.8 to 112.5 ms (GPT-2 small) at batch 1 and 128 tokens",
         "table1_latency",
         _A_CALL,
-        partial(speed.latency, head="token"),
-        partial(speed.latency_told, head="token"),
+        partial(rules.latency, head="token"),
+        partial(rules.latency_told, head="token"),
     ),
     Claim(
         "Inference is up to 3.1 times as fast",
         "fig5_tau",
         "A hit saves all layers, but not the embedding, the lookup and the head, and a miss costs the lookup on top.",
-        speed.speed,
-        speed.speed_told,
+        rules.speed,
+        rules.speed_told,
     ),
     Claim(
         "Table 1: GPT-2 is faster than with K/V caching (177.3 ms)",
         "table1_latency",
         "K/V caching already removes what is computed twice within a generation; a cache across requests can only save "
         "the prefill, and only of a prompt that is known: the tokens after it have to be computed one by one.",
-        speed.generation,
-        speed.generation_told,
+        rules.generation,
+        rules.generation_told,
     ),
     Claim(
         "Table 2: accuracy falls by less than half a point on WikiText-103, SQuAD v2 and OpenBookQA",
         "table2_accuracy",
         "When a layer's whole output is replaced, the layers above compute the earlier request's answer: spans point "
         "into another passage, next tokens follow another text.",
-        quality.accuracy,
-        quality.accuracy_told,
+        rules.accuracy,
+        rules.accuracy_told,
     ),
     Claim(
         "Table 2: accuracy stays nearer to that of the model than with DocCache",
         "fig5_tau",
         "Both compare mean embeddings and hand out another request's final states; whether they do it layer by layer "
         "changes what it costs, not what is answered.",
-        quality.documents,
-        quality.documents_told,
+        rules.documents,
+        rules.documents_told,
     ),
     Claim(
         "Figure 3: up to 92 % of requests hit in low and middle layers, fewer above",
         "fig3_hit_rate_by_layer",
         "One fingerprint and one tau decide for all layers at once, so the rate cannot differ between them.",
-        quality.layers,
-        quality.layers_told,
+        rules.layers,
+        rules.layers_told,
     ),
     Claim(
         "Figure 4: the hit rate grows with the logarithm of the cache size",
         "fig4_memory",
         "With requests as frequent as one over a power of their rank, twice the entries cover a share of traffic that "
         "changes slowly with size; once everything that repeats is held, more entries gain nothing.",
-        quality.memory,
-        quality.memory_told,
+        rules.memory,
+        rules.memory_told,
     ),
     Claim(
         "Figure 5: the best thresholds lie between 0.82 and 0.88",
         "fig5_tau",
         "Similarity of mean embeddings has another scale for every model and length of request: long texts of any "
         "content are more alike than short ones.",
-        quality.taus,
-        quality.taus_told,
+        rules.taus,
+        rules.taus_told,
     ),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.report import columns as show
 from experiments.report import tables, trust
 from experiments.report.claims import judge, verdicts
-from experiments.report.pages import costs, modes, prompts, streams
+from experiments.report.pages import costs, modes, streams
 from experiments.report.pages.files import all_of, any_of, claims_runs, runs_of
 from experiments.report.pictures import PICTURES, save
 from llmcache import ConfigError
@@ -44,7 +44,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "rates": streams.rates,
     "second_pass": any_of(by_row(show.SECOND_PASS), "service_second_pass"),
     "known": any_of(by_row(show.KNOWN), "service_known", "service_nightly"),
-    "first_token": prompts.first_token,
+    "first_token": costs.first_token,
     "prefix_limit": any_of(tables.limits, "prefix_limit"),
     "parity": all_of(tables.TABLES["parity"], "prefix_parity", "prefix_parity_bfloat16", "prefix_soak"),
     "generation": all_of(tables.TABLES["decode"], "prefix_decode"),

@@ -7,8 +7,8 @@ from pathlib import Path
 from experiments.report.claims import CLAIMS
 from experiments.report.markdown import missing
 from experiments.report.tables import Table
-from experiments.runs.folder import METRICS
 from experiments.runs.read import Figures, Run, read_runs, was_idle
+from experiments.runs.runner import METRICS
 from llmcache import ConfigError
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.report.claims import judge
-from experiments.report.claims.evidence import Verdict
+from experiments.report.claims.rules import Verdict
 from experiments.report.markdown import MISSING, number, percent, table
 from experiments.report.pages.files import claims_runs, runs_if_any
 from experiments.runs.read import Figures, Run

@@ -1,4 +1,4 @@
-"""`llmcache bench latency`: what each kind of call costs."""
+"""`llmcache bench latency`: what each kind of call costs; `llmcache bench memory`: bytes per entry, rate of storing."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
 
 
-def command(
+def latency(
     model: Annotated[
         str, typer.Option(help="bert-base, distilbert, gpt2, a model folder, or a name in the models folder.")
     ] = "bert-base",
@@ -40,32 +40,14 @@ def command(
     from experiments.measures.bench.latency import Settings, measure
     from experiments.models.loading import find
     from experiments.support.environment import describe
-    from experiments.support.progress import Progress
 
     source = find(model, models_dir)
-    settings = Settings(
-        model=source,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        entries=entries,
-        payload=payload,
-        layers=layers,
-        index=index,
-        head=head,
-        tau=tau,
-        device=device,
-        banks=banks,
-        dtype=dtype,
-        rounds=rounds,
-        seed=seed,
-        service_rounds=service_rounds,
-        block=block,
-    )
+    calls = (source, batch_size, seq_len, entries, payload, layers, index, head, tau, device, banks, dtype)
+    settings = Settings(*calls, rounds, seed, service_rounds, block)
     check_writable(json_file)
     make_results_folder(results_dir)
     env = describe(seed)
-    with Progress() as progress:
-        figures = measure(settings, progress.advance)
+    figures = measure(settings)
     _print(figures)
     write_json(json_file, figures | {"environment": env})
     write_results(results_dir, "bench_latency", asdict(settings) | {"model": Path(source).name}, env, figures)
@@ -114,3 +96,27 @@ def _row(kind: str, times: Mapping[str, Any], floor: float, ratio: Mapping[str, 
 def _ends(ratio: Mapping[str, float]) -> tuple[float, float]:
     """Return the ends of a ratio over rounds: 5th and 95th percentile of many rounds, minimum and maximum of few."""
     return (ratio["p5"], ratio["p95"]) if "p5" in ratio else (ratio["min"], ratio["max"])
+
+
+def memory(
+    entries: Annotated[int, typer.Option(min=1000, help="Entries to store.")] = 100_000,
+    width: Annotated[int, typer.Option(min=8, help="Hidden width, a multiple of 8.")] = 768,
+    seq_len: Annotated[int, typer.Option(min=4, help="Tokens a request.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 8,
+    payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
+    compression: Annotated[str, typer.Option(help="Codec: none, fp16, int8, pca or autoencoder.")] = "fp16",
+    fingerprint: Annotated[
+        str, typer.Option(help="mean, simhash (leaves the fingerprint out of the figure) or pca.")
+    ] = "simhash",
+    seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure the memory of an entry by the growth of the process, and the rate of storing."""
+    from experiments.measures.bench.memory import Settings, measure
+
+    settings = Settings(entries, width, seq_len, batch_size, payload, compression, fingerprint, seed)
+    check_writable(json_file)
+    figures = measure(settings)
+    for name, value in figures.items():
+        typer.echo(f"{name:<26}{value:,.1f}" if isinstance(value, float) else f"{name:<26}{value}")
+    write_json(json_file, figures)
