@@ -175,7 +175,6 @@ def write(made: Record, folder: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """Return the records in a folder, by stream."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise ConfigError(f"{folder}: no records of decisions; record some: python -m experiments.decisions record")

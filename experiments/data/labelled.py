@@ -46,8 +46,6 @@ class Data(Section):
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A request's text and label."""
-
     id: int  # number in the data, files joined, from 0
     text: str
     label: str
@@ -69,7 +67,6 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labell
 
 
 def made_requests(n: int, seed: int) -> list[Labelled]:
-    """Return the first `n` requests of the support desk's stream."""
     return [Labelled(i, one.text, one.label) for i, one in enumerate(support_desk(n, seed))]
 
 

@@ -56,5 +56,4 @@ def make_choices(seed: int) -> list[Choice]:
 
 
 def make_lines(seed: int) -> list[str]:
-    """Return lines of text, one request each."""
     return [request.text for request in support_desk(N_LINES, seed)]

@@ -39,7 +39,6 @@ class TaskExperiment(Experiment):
         return f"{self.task.title}-{Path(self.task.model).name}"
 
     def about(self, workload: Workload) -> dict[str, Any]:
-        """Return the first metrics of a run: task, model and requests."""
         return {
             "task": self.task.title,
             "model": self.task.model,
@@ -51,8 +50,6 @@ class TaskExperiment(Experiment):
 
 
 class DeviceExperiment(Experiment):
-    """Settings of a run that times single calls of models on a device."""
-
     models: tuple[str, ...] = Field(min_length=1)  # architectures with random weights, prepared models, or folders
     device: str = "cpu"  # torch device
     # Where banks keep entries: `host`, from where hits are copied to a GPU, or `device`. The same on a CPU.
@@ -61,8 +58,6 @@ class DeviceExperiment(Experiment):
 
 
 class CacheExperiment(TaskExperiment):
-    """Settings of a run with one llmcache."""
-
     cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
 
     def check(self) -> None:

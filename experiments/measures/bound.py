@@ -76,7 +76,6 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
 
 @lru_cache(maxsize=1)
 def _rehearsed(settings: str, folders: Folders) -> Rehearsal:
-    """Return the stream, observed once for all orders."""
     return Bound.make(json.loads(settings)).rehearse(folders)
 
 

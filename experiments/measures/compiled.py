@@ -39,8 +39,6 @@ FIGURES = ("bucket", *(f"{kind}_ms" for kind in KINDS), *(f"{kind}_ratio" for ki
 
 
 class Compiled(DeviceExperiment):
-    """Settings of the measure; models are classifiers."""
-
     batch_sizes: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)  # rows per call
     seq_lens: tuple[int, ...] = Field(default=(24, 32, 128), min_length=1)  # tokens per row, 8 or more
     buckets: tuple[PositiveInt, ...] = Field(default=(32, 128), min_length=1)  # lengths to make graphs for

@@ -133,16 +133,12 @@ def measure(
 
 
 class _Made(NamedTuple):
-    """A generation."""
-
     latency: Latency
     tokens: Tensor
     n_hits: int
 
 
 class _Ways:
-    """A plain model, and a wrapped copy of it."""
-
     def __init__(self, model: Any, device: str, new_tokens: int, clock: Clock) -> None:
         self._plain, self._wrapped, self._new_tokens, self._clock = model, copy.deepcopy(model), new_tokens, clock
         self._cache = LLMCache.wrap(self._wrapped, max_entries=MAX_ENTRIES, auto_bypass=False, device=device)
@@ -170,7 +166,6 @@ class _Ways:
         return _Made(marking.since(start), tokens, self._cache.stats().n_hits - before)
 
     def check(self, made: Mapping[str, _Made]) -> None:
-        """Raise if a generation was not of its kind."""
         for kind, one in made.items():
             is_same = not one.n_hits or torch.equal(one.tokens, self.generate("kv_cache", self._prompts[kind]))
             if one.n_hits != (kind in HITS) or not is_same:
@@ -191,8 +186,6 @@ SHOWN = ("model", "generation", "dtype", "ttft_ms", "tpot_ms", "itl_ms", "e2el_m
 
 
 class Decode(DeviceExperiment):
-    """Settings of the measure; models are causal."""
-
     prompt_tokens: int = Field(default=128, ge=2)  # tokens per prompt
     new_tokens: int = Field(default=64, ge=2)  # tokens generated, a fixed number
     # Length of the known prefix of a `prefix_hit` prompt, in tokens.

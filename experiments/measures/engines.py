@@ -88,7 +88,6 @@ class Way(harness.Way):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by its cache."""
         return 0 if self.cache is None else self.cache.stats().held_nbytes
 
     @property
@@ -97,7 +96,6 @@ class Way(harness.Way):
         return by_round(self.passes)
 
     def take(self, calls: Sequence[Call], number: int, what: str) -> None:
-        """Answer all calls in a round."""
         self.passes.append(self.go(calls, number, f"{what}: {self.name}"))
         if not self.told:
             self.told = {"cache_mb": self.nbytes / MEGABYTE, **_told(self.cache)}
@@ -253,7 +251,6 @@ def no_sources(cache: LLMCache) -> Iterator[None]:
 
 
 def _told(cache: LLMCache | None) -> dict[str, Any]:
-    """Return what a cache says of its calibration, audit and engine."""
     made = None if cache is None else cache.calibration
     chosen = None if made is None else made.chosen
     stats: Mapping[str, Any] = {} if cache is None else cache.stats().to_dict()

@@ -58,7 +58,6 @@ class Pass:
 
     @property
     def mean_ms(self) -> float:
-        """Mean ms of a request."""
         return 1e3 * self.seconds / len(self.answers)
 
 
@@ -140,7 +139,6 @@ def speedup(base: Sequence[float], own: Sequence[float]) -> dict[str, float]:
 
 @contextmanager
 def on_threads(n: int) -> Iterator[None]:
-    """Set the number of torch's threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(n)
     try:

@@ -112,7 +112,6 @@ def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:
 def _row(
     experiment: Latency, folders: Folders, model: str, head: str, kept: str, batch_size: int, dtype: str, banks: str
 ) -> dict[str, Any]:
-    """Return the figures of one model and one way to keep entries."""
     figures = latency.measure(
         latency.Settings(
             model=find(model, folders.models),
@@ -160,5 +159,4 @@ def _row(
 
 
 def _medians(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the median ms of each kind of call; None if not measured."""
     return {key: value and value["median"] for key, value in figures.items() if key.endswith("_ms")}

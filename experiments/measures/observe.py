@@ -94,7 +94,6 @@ class _Clock:
 
 @lru_cache(maxsize=1)  # runs of a grid differ in their caches, not in their tasks
 def _load(task: Any, seed: int, folders: Folders) -> Workload:
-    """Build the task, or return it if it was the last one built."""
     return build(task, folders, seed)
 
 
@@ -105,7 +104,6 @@ def _alone(task: Any, seed: int, folders: Folders) -> list[Answer]:
 
 
 def _mean(by_layer: Mapping[int, float | None]) -> float | None:
-    """Return the mean over the layers with a value; None without any."""
     known = [value for value in by_layer.values() if value is not None]
     return sum(known) / len(known) if known else None
 

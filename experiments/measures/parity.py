@@ -44,8 +44,6 @@ class Parity(CacheExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between two continuations."""
-
     step: int  # the first new token that differs, from 0
     gap: float  # difference of the reference's two best logits there
     tolerance: float  # largest gap of a near tie

@@ -141,7 +141,6 @@ def _shown(workload: Prompts, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(workload: Prompts, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """Return one row per request and method, from the first round."""
     base = traces[RECOMPUTE].answers
     return [
         {

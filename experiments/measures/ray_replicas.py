@@ -50,9 +50,11 @@ _PAUSE_S = 0.5  # delay before a retry
 _TIMEOUT_S = 30.0
 
 
-class KillingExperiment(Experiment):
-    """Settings of the load, and of the kills under it."""
-
+class RayReplicas(Experiment):
+    model: str = MINILM  # an embedding model
+    replicas: int = Field(default=2, ge=2)  # replicas at a time
+    # Settings of llmcache besides the store. By default, no call is bypassed and every entry may be read from Redis.
+    cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False})
     kills: int = Field(default=10, ge=1)  # one after the other
     rate: float = Field(default=20.0, gt=0)  # requests due per second
     # Requests due at the same time. A replica is killed within 50 ms after half of them are under way.
@@ -94,9 +96,7 @@ class Span:
 
 
 class Killing:
-    """Sends requests and kills replicas concurrently."""
-
-    def __init__(self, experiment: KillingExperiment, replicas: Replicas) -> None:
+    def __init__(self, experiment: RayReplicas, replicas: Replicas) -> None:
         self.asked: list[Asked] = []
         self._experiment, self._replicas = experiment, replicas
         self._rng = random.Random(experiment.seed)
@@ -154,13 +154,6 @@ class Killing:
             if one.reply.status == OK:
                 self._answered.add(text)
                 return
-
-
-class RayReplicas(KillingExperiment):
-    model: str = MINILM  # an embedding model
-    replicas: int = Field(default=2, ge=2)  # replicas at a time
-    # Settings of llmcache besides the store. By default, no call is bypassed and every entry may be read from Redis.
-    cache: dict[str, Any] = Field(default_factory=lambda: {"auto_bypass": False})
 
 
 def run(experiment: RayReplicas, folders: Folders) -> Outcome:

@@ -106,7 +106,6 @@ def _round(model: Any, texts: Sequence[str], later: Sequence[str], batch: int, i
 
 
 def _restarted(model: Any, cache: LLMCache) -> LLMCache:
-    """Save a cache, and load it into a new one on the same model."""
     with TemporaryDirectory() as folder:
         cache.save(Path(folder) / "saved")
         cache.unwrap()

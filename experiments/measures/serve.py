@@ -38,7 +38,6 @@ class Serve(TaskExperiment):
     keeps_rows: bool = True  # write one row per request and method
 
     def at_work(self, workload: Workload) -> dict[str, Method]:
-        """Return all methods by label, the model alone first."""
         return {label: method.build(workload) for label, method in self.all_methods.items()}
 
     @property
@@ -125,7 +124,6 @@ def order_of(names: Sequence[str], request: int, number: int) -> list[str]:
 
 
 def rows(workload: Workload, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """Return one row per request and method, from the first round."""
     base = traces[NOCACHE].answers
     found = []
     for label, trace in traces.items():

@@ -5,42 +5,34 @@ requests at the same times. Goodput is the largest rate that holds the limit: 99
 within `slo_ms` of their due time; refused and failed requests count as late. It is found by doubling the rate, then
 bisecting. Each rate is held for `hold_s` by a newly started server, from the same calibrated cache, and cut short as
 soon as the limit is certainly broken.
-
-With `rates`, these rates are held to the end instead of a search.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
-from experiments.data.traces import ARRIVALS
 from experiments.measures.base import Outcome
 from experiments.measures.over_http.client import OK, post
-from experiments.measures.over_http.loops import Limit, Load, Times, closed_loop, largest_rate, open_loop
-from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, order_of, serving
+from experiments.measures.over_http.loops import Limit, Load, closed_loop, largest_rate, open_loop, poisson
+from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, serving
 from experiments.measures.over_http.servers import ServerError, hits, scrape
 from experiments.measures.over_http.traffic import PREDICT, changed
 from experiments.support.files import Folders
 from experiments.support.progress import Progress
-from experiments.support.section import ONE_OR_MORE
 from llmcache import ConfigError
 
+ARRIVALS = "poisson"
 CACHE = "cache"  # the server that others are compared with
 N_WARM = 30  # requests before each load, not from the stream
 LEAST = 200  # fewest requests of a load
 
 
 class ServeLoad(ServingExperiment):
-    # Arrivals of requests: evenly spaced, Poisson, or from the trace of a service.
-    arrivals: Annotated[tuple[Literal["fixed", "poisson", "azure", "mooncake"], ...], ONE_OR_MORE] = Field(
-        default=("poisson",), min_length=1
-    )
-    rates: Annotated[tuple[PositiveFloat, ...], ONE_OR_MORE] = ()  # requests per second; empty: goodput is searched
     first_rate: float = Field(default=40.0, gt=0)  # requests per second at the start of a search
     # A search ends when the lowest broken rate is at most 1 + precision times the highest held rate.
     precision: float = Field(default=0.05, gt=0)
@@ -56,10 +48,7 @@ class ServeLoad(ServingExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One rate at one server, and whether the server held it."""
-
     at: Mapping[str, Any]  # server, arrivals, round, rate
-    load: Load
     figures: Mapping[str, Any]
 
     @property
@@ -69,29 +58,28 @@ class Trial:
 
 
 class Trials:
-    def __init__(self, experiment: ServeLoad, folders: Folders, made: Made, labels: Sequence[str]) -> None:
+    def __init__(self, experiment: ServeLoad, made: Made, labels: Sequence[str]) -> None:
         """`labels` are the model's own answers to the stream's requests."""
-        self._experiment, self._folders, self._made, self._labels = experiment, folders, made, labels
+        self._experiment, self._made, self._labels = experiment, made, labels
         self._requests = [post(PREDICT, {"inputs": request.text}) for request in made.stream]
         self._warm = [post(PREDICT, {"inputs": request.text}) for request in made.known[:N_WARM]]
         self.done: list[Trial] = []
         self._progress = Progress()
 
-    def hold(self, server: str, arrivals: str, number: int, rate: float) -> bool:
-        """Whether a newly started server holds the rate; see `Trial`."""
+    def hold(self, server: str, number: int, rate: float) -> bool:
+        """Whether a newly started server holds the rate."""
         experiment = self._experiment
-        at = {"server": server, "arrivals": arrivals, "round": number, "rate": rate}
-        self._progress.advance(f"{server}, {arrivals}, round {number + 1}: {rate:.1f} a second", len(self.done), 0)
-        due_s = self._due_s(arrivals, number, rate)
-        limit = None if experiment.rates else experiment.limit
+        self._progress.advance(f"{server}, round {number + 1}: {rate:.1f} a second", len(self.done), 0)
+        n = min(max(LEAST, math.ceil(rate * experiment.hold_s)), len(self._requests))
+        due_s = poisson(n, np.random.default_rng([experiment.seed, number])) / rate
         with serving(experiment, server, self._made) as process:
             closed_loop(process.port, self._warm, 1)
             before, cpu_s = scrape(process.port), process.cpu_s
-            load = open_loop(process.port, self._requests[: len(due_s)], due_s, limit=limit)
+            load = open_loop(process.port, self._requests[:n], due_s, limit=experiment.limit)
             check_any(server, load)
             figures = {
                 "is_held": load.keeps(experiment.limit),
-                "kept": load.n_kept(experiment.limit) / len(due_s),
+                "kept": load.n_kept(experiment.limit) / n,
                 "held_s": float(due_s[-1]),
                 **load.figures(),
                 "server_cpu_s": process.cpu_s - cpu_s,
@@ -99,13 +87,9 @@ class Trials:
                 **changed(load, self._labels),
                 **hits(before, scrape(process.port)),
             }
-        self.done.append(Trial(at, load, figures))
+        at = {"server": server, "arrivals": ARRIVALS, "round": number, "rate": rate}
+        self.done.append(Trial(at, figures))
         return bool(figures["is_held"])
-
-    def _due_s(self, arrivals: str, number: int, rate: float) -> Times:
-        n = min(max(LEAST, math.ceil(rate * self._experiment.hold_s)), len(self._requests))
-        rng = np.random.default_rng([self._experiment.seed, number])
-        return ARRIVALS[arrivals](n, self._folders.data, rng) / rate
 
 
 def run(experiment: ServeLoad, folders: Folders) -> Outcome:
@@ -114,19 +98,14 @@ def run(experiment: ServeLoad, folders: Folders) -> Outcome:
             raise ConfigError(f"task.limit: {len(found.stream)} requests follow those learned from; at least {LEAST}")
         texts = [request.text for request in found.stream]
         labels = [label for label, _ in labels_of(found.classifier(), texts)]
-        trials = Trials(experiment, folders, found, labels)
-        goodputs: dict[tuple[str, str], list[float]] = {}
-        for arrivals in experiment.arrivals:
-            for number in range(experiment.rounds):
-                for server in order_of(experiment.servers, number):
-                    hold = partial(trials.hold, server, arrivals, number)
-                    if experiment.rates:
-                        for rate in experiment.rates:
-                            hold(rate)
-                    else:
-                        held = largest_rate(hold, experiment.first_rate, experiment.precision)
-                        goodputs.setdefault((arrivals, server), []).append(held)
-    points = goodput_points(trials.done, goodputs) if goodputs else rate_points(trials.done)
+        trials = Trials(experiment, found, labels)
+        goodputs: dict[str, list[float]] = {}
+        for number in range(experiment.rounds):
+            for server in list(experiment.servers)[:: -1 if number % 2 else 1]:
+                hold = partial(trials.hold, server, number)
+                held = largest_rate(hold, experiment.first_rate, experiment.precision)
+                goodputs.setdefault(server, []).append(held)
+    points = goodput_points(trials.done, goodputs)
     right = np.mean([one == request.label for one, request in zip(labels, found.stream, strict=True)])
     metrics = {
         "task": experiment.task.title,
@@ -152,29 +131,21 @@ def check_any(server: str, load: Load) -> None:
         raise ServerError(f"{server}: none of {len(load.status)} requests was answered with 200{last}")
 
 
-def goodput_points(done: Sequence[Trial], goodputs: Mapping[tuple[str, str], Sequence[float]]) -> list[dict[str, Any]]:
-    """Return one row per server and arrival process: goodput over rounds, and figures of the largest rate held."""
+def goodput_points(done: Sequence[Trial], goodputs: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Return one row per server: goodput over rounds, and figures of the largest rate held."""
     points = []
-    for (arrivals, server), found in goodputs.items():
-        held = [one for one in done if (one.at["arrivals"], one.at["server"]) == (arrivals, server)]
-        last = max((one for one in held if one.figures["is_held"]), key=lambda one: float(one.at["rate"]))
-        told = {name: last.figures.get(name) for name in SHOWN}
+    for server, found in goodputs.items():
+        held = [one for one in done if one.at["server"] == server and one.figures["is_held"]]
+        figures = max(held, key=lambda one: float(one.at["rate"])).figures
+        told = {name: figures.get(name) for name in SHOWN}
         spread = {"goodput": float(np.median(found)), "goodput_min": min(found), "goodput_max": max(found)}
-        points.append({"server": server, "arrivals": arrivals, **spread, **told, **_cpu(last)})
-    ours = {one["arrivals"]: one["goodput"] for one in points if one["server"] == CACHE}
+        n = figures["n_ok"] or 1
+        cpu = {f"{who}_cpu_ms": 1e3 * figures[f"{who}_cpu_s"] / n for who in ("server", "generator")}  # a request's
+        points.append({"server": server, "arrivals": ARRIVALS, **spread, **told, **cpu})
+    ours = next((one["goodput"] for one in points if one["server"] == CACHE), None)
     for one in points:
-        one["gain"] = ours[one["arrivals"]] / one["goodput"] if ours and one["server"] != CACHE else None
+        one["gain"] = ours / one["goodput"] if ours and one["server"] != CACHE else None
     return points
 
 
-def rate_points(done: Sequence[Trial]) -> list[dict[str, Any]]:
-    return [{**one.at, **{name: one.figures.get(name) for name in ("is_held", *SHOWN)}, **_cpu(one)} for one in done]
-
-
 SHOWN = ("p50_ms", "p90_ms", "p99_ms", "kept", "throughput", "hit_rate", "changed_answers", "lag_p99_ms", "statuses")
-
-
-def _cpu(one: Trial) -> dict[str, float]:
-    """Return the CPU time per request, of the server and of the load generator."""
-    n = one.figures["n_ok"] or 1
-    return {f"{who}_cpu_ms": 1e3 * one.figures[f"{who}_cpu_s"] / n for who in ("server", "generator")}

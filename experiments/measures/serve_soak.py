@@ -14,10 +14,9 @@ import numpy as np
 from pydantic import Field
 
 from experiments.data.labelled import Labelled
-from experiments.data.traces import ARRIVALS
 from experiments.measures.base import Outcome
 from experiments.measures.over_http.client import OK, post
-from experiments.measures.over_http.loops import Load, closed_loop, open_loop
+from experiments.measures.over_http.loops import Load, closed_loop, open_loop, poisson
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, serving
 from experiments.measures.over_http.servers import SERVERS as ALL_SERVERS
 from experiments.measures.over_http.servers import Running, hits, looking, memory, scrape, total
@@ -65,7 +64,7 @@ def run(experiment: ServeSoak, folders: Folders) -> Outcome:
             rate = experiment.load * capacity
             n = math.ceil(rate * experiment.seconds)
             rng = np.random.default_rng(experiment.seed)
-            due_s = ARRIVALS["poisson"](n, folders.data, rng) / rate
+            due_s = poisson(n, rng) / rate
             asked = traffic.take(n)
             requests = [one.request for one in asked]
             before, cpu_s = scrape(process.port), process.cpu_s
@@ -110,7 +109,6 @@ def _capacity(experiment: ServeSoak, process: Running, traffic: Traffic) -> floa
 
 
 def check(made: Made, load: Load, asked: Sequence[Asked]) -> dict[str, Any]:
-    """Compare the kept answers with the model's own."""
     kept = [(one, asked[i]) for i, one in enumerate(load.replies) if one is not None and one.status == OK]
     texts = list(dict.fromkeys(text for _, some in kept for text in some.texts))
     own = dict(zip(texts, labels_of(made.classifier(), texts), strict=True))

@@ -75,7 +75,6 @@ class Server:
             time_alone(self.cache, workload.requests[:learn])
 
     def begin(self, risk_target: RiskTarget | None) -> None:
-        """Clear the cache, and calibrate again if there is a risk target."""
         empty(self.cache, self._observed)
         if risk_target is not None:
             self.learned(risk_target)
@@ -183,7 +182,6 @@ def _told(cache: LLMCache) -> dict[str, Any]:
 
 
 def _times(ms: NDArray[np.float64]) -> dict[str, Any] | None:
-    """Return percentiles and mean; None without values."""
     known = percentiles(ms)
     return None if known is None else known | {"mean": float(ms.mean())}
 
@@ -247,7 +245,6 @@ def _share_served(server: Server, risk_target: RiskTarget) -> float:
 
 
 def _repeating(pool: Workload, rate: float, n: int, seed: int) -> list[Request]:
-    """Return `n` requests of which a share `rate` are repeats."""
     different = list({request.text: request for request in pool.requests}.values())
     return [different[i] for i in with_repeats(len(different), rate, n, random.Random(seed))]
 

@@ -39,8 +39,6 @@ _VOCABULARY = 96
 
 
 class Pair:
-    """Two caches, their server, and the requests they served."""
-
     def __init__(self, server: RedisServer, saves: Path, seed: int) -> None:
         self.server = server
         self.saves = saves
@@ -144,7 +142,6 @@ def kill_worker(url: str, chance: random.Random) -> None:
 
 
 def _work(say: Connection, url: str, seed: float) -> None:
-    """Compute and write until killed."""
     torch.set_num_threads(1)
     chance, requests = random.Random(seed), drawn()
     cache = LLMCache.wrap(model(), **settings(url))

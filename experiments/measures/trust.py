@@ -186,7 +186,6 @@ class _Ways:
         return float(np.median(times)) * 1e3
 
     def _add_point(self, method: str, fingerprint: str | None, told: Any, served: Any, **at: float | None) -> None:
-        """Add a point of a curve, at a limit or at a tau."""
         named = {"method": method, "fingerprint": fingerprint, "limit": None, "tau": None, **at}
         self.points.append(named | self._figures(told, served))
 

@@ -67,7 +67,6 @@ class Method:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Raise `ConfigError` for wrong options, naming them below `name`."""
         cls.Settings.make(options, name)
 
     def begin(self) -> None:

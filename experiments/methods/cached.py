@@ -20,7 +20,6 @@ class Cached(Method):
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Copy the model; options that do not suit it are refused."""
         self._config = configure(workload, options)
         self._workload = workload
         self._module = twin(workload.module)

@@ -51,8 +51,6 @@ class Recall(nn.Module):
 
 
 class DocCache(Method):
-    """Reuses the final states of whole documents."""
-
     class Settings(Section):
         threshold: float = Field(default=0.9, ge=-1.0, le=1.0)  # least cosine between document embeddings
 

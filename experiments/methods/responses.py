@@ -29,7 +29,6 @@ class ExactResponse(Method):
         super().begin()
 
     def ask(self, number: int) -> Answer:
-        """Look the tokens up, or compute and store the answer."""
         key = self._workload.requests[number].inputs["input_ids"].numpy().tobytes()
         found = self._kept.get(key)
         if found is not None:
@@ -91,7 +90,6 @@ class SemanticResponse(Method):
 
 
 def size_of(answer: Answer) -> int:
-    """Return the bytes of an answer: a text, arrays, or one number."""
     if isinstance(answer, str):
         return len(answer.encode())
     fields = [getattr(answer, field.name) for field in fields_of(answer)] if is_dataclass(answer) else []

@@ -27,5 +27,4 @@ def best(points: Sequence[Point], curve: Curve, loss: str = "accuracy_drop", lim
 
 
 def at_tau(points: Sequence[Point], curve: Curve, tau: float) -> Point | None:
-    """Return the point at a threshold, if the curve has one."""
     return next((point for point in of_curve(points, curve) if point["tau"] == tau), None)

@@ -31,8 +31,6 @@ FEWEST = 6
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Times and outcomes of one method on a stream."""
-
     ms: NDArray[np.float64]  # wall time of each request, milliseconds, (R, N)
     served: NDArray[np.str_]  # what served each request (R, N): a rung or kind of match, `computed` or `bypassed`
     evicting: NDArray[np.bool_]  # whether storing the request evicted an entry (R, N)
@@ -94,7 +92,6 @@ def _open(hits: Bools, groups: NDArray[np.int64]) -> list[float] | None:
 
 
 def clusters(workload: Workload) -> NDArray[np.int64]:
-    """Return the cluster number of each request (N,)."""
     names = np.array([request.cluster or request.id for request in workload.requests])
     numbers: NDArray[np.int64] = np.unique(names, return_inverse=True)[1]
     return numbers

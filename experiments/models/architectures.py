@@ -133,7 +133,6 @@ class Shortcut:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Make layers return their input within the context."""
         self.is_open = True
         try:
             yield

@@ -72,7 +72,6 @@ class PooledClassifier(nn.Module):
         self.linear = linear or nn.Identity()
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """Return logits (B, C) of tokenised requests."""
         hidden = self.trunk(**inputs).last_hidden_state
         mask = inputs.get("attention_mask")
         logits: Tensor = self.linear(self.pool(hidden, torch.ones_like(hidden[..., 0]) if mask is None else mask))

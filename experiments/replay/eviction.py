@@ -18,8 +18,6 @@ _SCOPE = Scope("default", "weights", "float32", "sdpa")
 
 @dataclass(slots=True)
 class Found:
-    """Lookups and hits, summed over requests."""
-
     n: int = 0
     hits: int = 0
     nbytes: int = 0

@@ -30,7 +30,6 @@ class Recording:
     """One pass of the model alone over a workload, and the lookup units of each method."""
 
     def __init__(self, workload: Workload, outputs: Sequence[Any] = ()) -> None:
-        """Run the model over all requests, unless `outputs` are given."""
         self.workload = workload
         self.trunk = locate(workload.module)
         self.outputs = _Answered(workload, outputs)

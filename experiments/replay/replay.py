@@ -51,8 +51,6 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Outcomes at one threshold."""
-
     served: NDArray[np.str_]  # what serves each unit: `exact`, `near`, `computed` or `bypassed`, (M,)
     source: NDArray[np.int64]  # number of the unit's source, or its own if computed, (M,)
     similarity: Floats  # cosine to the nearest stored unit, (M,); NaN if none was stored

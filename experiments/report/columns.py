@@ -231,8 +231,6 @@ COMPILED: Mapping[str, Cell] = {
 
 
 def _goodput(row: Mapping[str, Any]) -> str:
-    if "goodput" not in row:
-        return f"{number(row['rate'])}{'' if row['is_held'] else ', broken'}"
     return f"{number(row['goodput'])} ({number(row['goodput_min'])} to {number(row['goodput_max'])})"
 
 

@@ -36,7 +36,6 @@ def missing(headings: Sequence[str], what: str) -> str:
 
 
 def of(show: Callable[..., str], key: str, *how: Any) -> Cell:
-    """Return a cell that formats a row's value at `key` with `show`."""
     return lambda row: show(row[key], *how)
 
 
@@ -85,12 +84,10 @@ def ratio(spread: Mapping[str, float]) -> str:
 
 
 def named_model(name: str, weights: str) -> str:
-    """Format a model's name, and whether it was trained."""
     return f"{name} ({'random weights' if weights == 'random' else 'trained'})"
 
 
 def size(nbytes: float | None) -> str:
-    """Format bytes with a suitable unit."""
     if nbytes is None:
         return ""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

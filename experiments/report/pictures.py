@@ -177,10 +177,9 @@ def prefixes(runs: Sequence[Run]) -> Any:
 
 
 def serving(runs: Sequence[Run]) -> Any:
-    """Goodput of each server."""
     figure, panels = _panels(len(runs), width=5, height=2.2)
     for axes, run in zip(panels, runs, strict=True):
-        rows = [row for row in run.metrics["summary"] if row["arrivals"] == "poisson" and "goodput" in row]
+        rows = run.metrics["summary"]
         names = [_SERVERS.get(row["server"], row["server"]) for row in rows]
         _bars(axes, names, [row["goodput"] for row in rows], lambda name: name == _SERVERS["cache"])
         axes.invert_yaxis()

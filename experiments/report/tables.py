@@ -21,7 +21,6 @@ def rows_of(runs: Iterable[Run], rows: Callable[[Run], Iterable[Figures]]) -> li
 
 
 def figure(name: str) -> Callable[[Run], Iterable[Figures]]:
-    """Return the function that takes its rows from a figure of a run."""
     return lambda run: run.metrics.get(name, ())  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,7 @@ from llmcache.lab import parse_yaml, read_yaml
 
 #: Keys whose values are lists.
 LISTS = (
-    *("task.data.path", "cache.layers", "methods", "taus", "live_taus", "max_drops", "hit_rates", "rates", "arrivals"),
+    *("task.data.path", "cache.layers", "methods", "taus", "live_taus", "max_drops", "hit_rates"),
     *("sources", "baselines", "models", "token_heads", "fingerprints", "kept", "shares", "policies", "batch_sizes"),
     *("seq_lens", "buckets", "dtypes", "banks", "generate", "ways"),
 )

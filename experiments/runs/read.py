@@ -30,7 +30,6 @@ class Run:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its times may be shown; see `was_idle`."""
         return was_idle(self.env)
 
     @property
@@ -56,7 +55,6 @@ def others_beside(folders: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Return the finished runs, in this order."""
     return [_read(folder) for folder in folders if (folder / METRICS).is_file()]
 
 

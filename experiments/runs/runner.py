@@ -48,7 +48,6 @@ class RunFolder:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The figures of a finished run."""
         try:
             figures: dict[str, Any] = json.loads(self._metrics.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -121,7 +120,6 @@ def _lines(value: Any, indent: str = "") -> str:
 
 
 def _key(name: Any) -> str:
-    """Format a key as JSON: always in quotes."""
     return json.dumps(name if isinstance(name, str) else json.dumps(name))
 
 

@@ -25,8 +25,6 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in a device's work."""
-
     at: float  # host's clock when it was set, seconds
     event: Any  # in the device's stream; None on a CPU
 
@@ -39,7 +37,6 @@ class Clock:
 
     @property
     def name(self) -> str:
-        """Name of the clock of `Spent.ms`."""
         return HOST if self._cuda is None else EVENTS
 
     def wait(self) -> None:

@@ -18,8 +18,6 @@ from experiments.tasks.workload import OfficialSettings, Request, Workload
 
 
 class Settings(OfficialSettings):
-    """Settings of the task; the model has a multiple-choice head."""
-
     name: Literal["openbookqa"]
     max_length: int = Field(default=64, ge=8)  # most tokens per row: question and one choice
 
@@ -57,7 +55,6 @@ class OpenBookQA(Workload):
         return int(output.logits[0].argmax())
 
     def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
-        """Return scores in which each choice comes from its own row."""
         return Scores(torch.stack([output.logits[0, row] for output, row in parts])[None])
 
     def show(self, answer: int) -> str:

@@ -63,7 +63,6 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Prompts":
 
 
 def _gpt2_tokenizer(folders: Folders) -> Any:
-    """Load it from the data folder if given, else from the hub."""
     import transformers
 
     if folders.data is not None:

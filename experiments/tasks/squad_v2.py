@@ -79,8 +79,6 @@ THRESHOLD = "no_answer_threshold"  # key in the model's config
 
 
 class Settings(OfficialSettings):
-    """Settings of the task; the model has a span head."""
-
     name: Literal["squad_v2"]
     max_length: int = Field(default=384, ge=96)  # most tokens per request; longer passages are cut at the end
     # Take every n-th passage, with all its questions: a sample from all articles, in order.

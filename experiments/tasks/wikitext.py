@@ -29,8 +29,6 @@ from llmcache import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The answer for one window."""
-
     tokens: NDArray[np.int64]  # most likely next token at each position but the last, (T - 1,)
     nll: NDArray[np.float64]  # negative log likelihood of the true next tokens, in nats, (T - 1,)
 
@@ -51,8 +49,6 @@ class Repeats(Section):
 
 
 class Settings(OfficialSettings):
-    """Settings of the task; the model is a causal language model."""
-
     name: Literal["wikitext"]
     window: int = Field(default=128, ge=4)  # tokens of a window
     repeats: Repeats | None = None  # bring earlier windows back; None: the text in order

@@ -22,8 +22,6 @@ Answer = Any
 
 
 class TaskSettings(Section):
-    """Settings common to every task."""
-
     name: str  # a key of `experiments.tasks.TASKS`
     # `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, a name on the Hugging
     # Face hub, `bert-base` (random weights), or `untrained` (tiny, with random weights).
@@ -37,8 +35,6 @@ class TaskSettings(Section):
 
 
 class OfficialSettings(TaskSettings):
-    """Settings of a task on a published data set."""
-
     # `official`: the set as published, from the data folder or the hub. `made`: a few generated records
     # (`experiments.data.made`), for trial runs.
     data: Literal["official", "made"] = "official"
@@ -75,13 +71,11 @@ class Workload:
     facts: dict[str, Any]
 
     def of(self, requests: Sequence[Request]) -> Self:
-        """Return a copy with other requests."""
         other = copy(self)
         other.requests = requests
         return other
 
     def after(self, n: int) -> Self:
-        """Return a copy without the first `n` requests."""
         return self.of(self.requests[n:])
 
     def answer(self, output: Any, number: int) -> Answer:
@@ -116,5 +110,4 @@ class Workload:
         return {}
 
     def show(self, answer: Answer) -> str:
-        """Format an answer as a table cell."""
         return str(answer)

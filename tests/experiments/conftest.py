@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.support.files import Folders
-from tests.experiments.commands import Commands
-from tests.experiments.tiny import save_gpt2, save_tiny
+from tests.experiments.helpers import Commands, save_gpt2, save_tiny
 from tests.tiny_models import CLASSIFIERS, build
 from tests.tiny_prompts import write_prompts
 

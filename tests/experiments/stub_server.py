@@ -36,6 +36,9 @@ class Handler(BaseHTTPRequestHandler):
         with self.lock:
             time.sleep(self.options.ms / 1e3)
         Handler.n_answered += 1
+        if self.options.reply:
+            self._send(200, self.options.reply)
+            return
         one = [{"label": self.options.label, "score": 0.9}, {"label": "other", "score": 0.1}]
         self._send(200, json.dumps(one if isinstance(asked["inputs"], str) else [one] * len(asked["inputs"])))
 
@@ -56,6 +59,7 @@ if __name__ == "__main__":
     parser.add_argument("--ms", type=float, default=0.0, help="of an answer, one after another")
     parser.add_argument("--fail-every", type=int, default=0)
     parser.add_argument("--label", default="some")
+    parser.add_argument("--reply", help="in place of labels")
     parser.add_argument("--rung", default="none")
     parser.add_argument("--silent", action="store_true", help="tell no metrics")
     Handler.options = parser.parse_args()

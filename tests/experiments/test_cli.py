@@ -6,27 +6,26 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from experiments.cli.options import INTERRUPTED
-from experiments.measures import MEASURES, Measure
+from experiments.measures import MEASURES, Measure, demo
 from experiments.measures.base import Outcome
-from experiments.measures.bench import latency
 from experiments.methods import METHODS
-from experiments.models.loading import UNTRAINED
+from experiments.models import loading
+from experiments.models.loading import UNTRAINED, load
 from experiments.runs import runner
 from experiments.runs.grid import load_experiments
 from experiments.runs.runner import RunFolder
 from experiments.support.files import Folders, held
 from experiments.tasks import TASKS, build
 from llmcache import LLMCache
-from llmcache.cli.main import app
-from tests.experiments.commands import Commands
-from tests.experiments.measuring import TASK, learning
+from tests.experiments.helpers import TASK, Commands, learning
 from tests.tiny_models import CLASSIFIERS, GENERATORS, save_bert
 from tests.tiny_models import build as build_model
 
@@ -34,27 +33,7 @@ ROOT = Path(__file__).parents[2]
 DATA = {"path": ["part0.jsonl", "part1.jsonl"], "text": "question", "label": "intent"}
 STREAM = {"name": "stream", "model": UNTRAINED, "data": DATA}
 RUN = {"measure": "serve", "task": STREAM, "methods": [{"method": "llmcache", "tau": 0.8}], "rounds": 1, "warmup": 0}
-TEXT = {"name": "wikitext", "model": UNTRAINED, "limit": 12, "data": "made", "window": 16}
-LABELS = {"name": "stream", "model": UNTRAINED, "limit": 20, "data": {"path": "support_desk", "limit": 300}}
-SIZES = {"max_entries": [8, 16], "compression": [{"name": "none"}, {"name": "int8"}], "tau": 0.8}
-CALLS = {
-    **{name: ["gpt2-tiny"] for name in ("models", "token_heads", "generate")},
-    "rounds": 10,
-    "seq_len": 16,
-    "new_tokens": 2,
-    "generate_rounds": 3,
-    "service_rounds": 0,
-    "entries": {"as the paper": 8, "all tokens": 8, "pooled": 64},
-}
 TRUST = learning("trust", seed=[0, 3], task=TASK | {"limit": None}, learn=240, taus=[0.9])
-#: One experiment for each claim of the paper, under the name by which it is judged.
-CLAIMED = {
-    "table1_latency": {"measure": "latency", **CALLS},
-    "table2_accuracy": RUN | {"task": TEXT, "methods": [{"method": "llmcache", "tau": 0.8, "allow_unsafe": True}]},
-    "fig3_hit_rate_by_layer": {"measure": "layers", "task": TEXT},
-    "fig4_memory": {"measure": "observe", "task": LABELS, "cache": SIZES},
-    "fig5_tau": {"measure": "sweep", "task": LABELS, "rounds": 1, "taus": [0.82, 0.9], "live_taus": [0.9]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +104,12 @@ def test_results_are_the_same_wherever_data_lie_and_a_grid_runs_once_a_point(
     assert "kept from before: " in command.out and results() == [folder]
     assert command("run", config, "--force") == 0
     assert "measured: " in command.out and results() == [folder]
+    assert command("report", config) == 0 and "REPORT.md and 0 pictures" in command.out
+    text = Path("results/REPORT.md").read_text()
+    assert "## tiny_stream\n" in text and f"| {shown['speedup']:.2f} (" in text
+    refused = command.refused("report", config, "--set", "seed=1")
+    assert "no results with the settings of these files, but 1 with others" in refused
+    assert "measure first: llmcache sweep" in command.refused("report", config, "--results-dir", "none")
     assert command("run", config, "--set", "seed=[1, 2]", "task.limit=5") == 0  # both changes follow one --set
     assert [path.name.rpartition("-")[0][-6:] for path in results()[1:]] == ["seed=1", "seed=2"]
     assert figures(results()[2])["n"] == 5
@@ -147,17 +132,10 @@ def test_a_sweep_goes_on_after_failures_and_interruptions(
     assert [command.out.count(told) for told in ("  failed: ", "  kept, ", "  measured, ")] == [1, 1, 2]
     *_, said, told = command.err.splitlines()
     assert said == "1 of 4 failed:" and told.startswith("lost none-untrained: data.path: no file")
-
-
-def test_a_sweep_takes_all_configs_but_smoke(config: Path, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no YAML file in" in command.refused("sweep")
     Path("configs").mkdir()
-    for name in ("a", "b", "smoke"):
-        shutil.copy(config, Path("configs", f"{name}.yaml"))
-    fake(monkeypatch, {"seconds": 1.0})
-    monkeypatch.setattr("experiments.report.pictures.draw_all", lambda results_dir: [])  # there is nothing to draw
-    assert command("sweep") == 0
-    assert {path.name for path in Path("results").glob("[!.]*")} == {"a", "b", "raw"}
+    for name in ("a", "smoke"):  # all configs but smoke are those of a sweep
+        shutil.copy(lost, Path("configs", f"{name}.yaml"))
+    assert command("sweep") == 1 and "1 of 1 failed:" in command.err
 
 
 def test_smoke_runs_every_task_and_every_method(
@@ -178,35 +156,6 @@ def test_smoke_runs_every_task_and_every_method(
         assert len(rows) == folder.metrics["n"] * len(methods) and "nan" not in {row["answer"] for row in rows}
         served |= {rung for found in methods.values() for rung in found["hits_by_rung"]}
     assert served >= {"paper", "document", "response"}
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
-    """A folder with the experiments behind the claims, and their results."""
-    folder = tmp_path_factory.mktemp("report")
-    for name, values in CLAIMED.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
-    options = ["--results-dir", str(folder / "results"), "--models-dir", str(models)]
-    done = CliRunner().invoke(app, ["sweep", *map(str, sorted(folder.glob("*.yaml"))), *options])
-    assert done.exit_code == 0 and "3 pictures" in done.output, done.output
-    return folder
-
-
-def test_a_report_shows_what_was_measured(swept: Path, command: Commands) -> None:
-    configs, out = sorted(swept.glob("*.yaml")), swept / "results"
-    assert command("report", *configs, "--results-dir", out) == 0
-    assert "REPORT.md and 3 pictures" in command.out
-    text = (out / "REPORT.md").read_text()
-    assert all(f"## {name}\n" in text for name in CLAIMED)
-    assert "nan" not in text.lower() and "None" not in text
-    for name in ("fig3_hit_rate_by_layer", "fig4_memory", "fig5_tau"):
-        assert f"]({name}/{name}.svg)" in text and "<svg" in (out / name / f"{name}.svg").read_text()
-    changed = swept / "changed" / "fig4_memory.yaml"
-    changed.parent.mkdir()
-    changed.write_text(yaml.safe_dump(CLAIMED["fig4_memory"] | {"seed": 7}))
-    refused = command.refused("report", changed, "--results-dir", out)
-    assert "no results with the settings of these files, but 4 with others" in refused
-    assert "measure first: llmcache sweep" in command.refused("report", changed, "--results-dir", swept / "none")
 
 
 def test_a_calibration_is_shown_kept_and_saved(config: Path, command: Commands) -> None:
@@ -230,16 +179,7 @@ def test_a_calibration_is_shown_kept_and_saved(config: Path, command: Commands) 
         assert cache.stats().hits["semantic"]
 
 
-def test_a_benchmark_writes_every_figure(config: Path, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, stats = latency.Bench.run, []
-
-    def run(bench: latency.Bench, *given: Any) -> Any:
-        stats.append(bench.cache.stats())
-        times = measure(bench, *given)
-        stats.append(bench.cache.stats())
-        return times
-
-    monkeypatch.setattr(latency.Bench, "run", run)
+def test_a_benchmark_writes_every_figure(config: Path, command: Commands) -> None:
     options = "--seq-len 32 --entries 64 --rounds 10 --block 10 --json figures.json --results-dir kept"
     assert command("bench", "latency", "--model", "bert", *options.split()) == 0
     assert all(told in command.out for told in ("2 service rounds of 10 calls", "too few for p90 and p99"))
@@ -247,9 +187,6 @@ def test_a_benchmark_writes_every_figure(config: Path, command: Commands, monkey
     kinds = [f"{kind}_ms" for kind in ("nocache", "miss", "hit", "exact_hit", "floor")]
     assert all(found[kind]["median"] > 0 and (found[kind]["n"], found[kind]["p99"]) == (10, None) for kind in kinds)
     assert {found["service"][kind]["n"] for kind in kinds} == {20} and kept.items() < found.items()
-    before, after = stats  # the banks are full, so every miss evicts
-    assert before.n_stored == after.n_stored == 64
-    assert sum(after.n_evicted.values()) - sum(before.n_evicted.values()) == after.n_misses - before.n_misses > 0
     sizes = ("--entries", 1000, "--width", 32, "--seq-len", 8)
     assert command("bench", "memory", *sizes, "--json", "figures.json") == 0
     assert json.loads(Path("figures.json").read_text())["payload_bytes_per_entry"] == 64
@@ -282,41 +219,27 @@ def set_to(change: str) -> list[str]:
     ("words", "error"),
     [
         (set_to("task.data.text=txt"), "has no column 'txt'; columns found: 'question', 'intent'"),
-        (set_to("task.data.path=none.csv"), "no file"),
         (set_to("task.model=no/such"), "model: 'no/such' could not be loaded"),
-        (set_to("task.model=minilm-snips"), "make it: llmcache prepare minilm-snips --models-dir "),
         (set_to("task.max_length=999"), "max_length: 999 is more than this model's 512 positions"),
         (set_to("task.data.limit=1"), "head.fit_share: "),
         (set_to("task={name: squad_v2, model: tiny, data: made}"), "model: 'tiny' has no trained span head"),
         (set_to("task={name: squad_v2, model: tiny}"), "squad_v2/eval.json; say where the data is with --data-dir"),
-        (set_to("methods=[{method: llmcache, payload: cls}]"), "methods: llmcache-payload=cls: payload: the head"),
         (["run", "none.yaml"], "none.yaml: No such file or directory"),
-        (["run", "tiny_stream.yaml", "no-such.yaml"], "no-such.yaml"),
         (["run", "."], ".: is a folder; name the YAML files in it: *.yaml"),
-        (
-            ["run", "tiny_stream.yaml", "--results-dir", "part0.jsonl"],
-            "part0.jsonl: cannot be made a folder (File exists)",
-        ),
+        (["sweep"], "no YAML file in"),
         (["sweep", "tiny_stream.yaml", "--results-dir", "/proc/x"], "--results-dir /proc/x: cannot be made a folder"),
         (["calibrate", "tiny_stream.yaml", "other.yaml"], "give one CONFIG (got "),
         (["calibrate", "tiny_stream.yaml", "--json", "."], ".: cannot be written"),
         (["calibrate", "tiny_stream.yaml"], "measure: 'serve' learns from no requests"),
         (["calibrate", "trust.yaml", "--set", "task.limit=90"], "90 requests cannot show a loss of at most 0.2"),
         (["calibrate", "trust.yaml", "--set", "cache.max_drop=0.1"], "an experiment asks for the losses in max_drops"),
-        (["calibrate", "trust.yaml", "--set", "cache.tau=0.9"], "max_drop with tau=0.9: "),
         (["calibrate", "trust.yaml", "--save", "x", "--set", "max_drops=[0.2, 0.3]"], "--save keeps one calibration: "),
         (["bench", "latency", "--model", "nowhere"], "bert-base"),
-        (["bench", "latency", "--model", "gpt2-wikitext"], "make it: llmcache prepare gpt2-wikitext --models-dir "),
         (["bench", "latency", "--device", "cuda:99"], "(got 'cuda:99')"),
-        (["bench", "latency", "--model", "bert", "--seq-len", "500"], "at most 64"),
-        (["bench", "latency", "--json", "none/figures.json"], "folder that exists"),
         (["bench", "memory", "--width", "20"], "multiple of 8"),
         (["bench", "memory", "--seq-len", "1000"], "at most 512"),
         (["prepare", "minilm-snips", "no-such"], "recipe: 'no-such' is not known; known: minilm-squad_v2, "),
         (["prepare", "minilm-snips", "--epochs=0"], "epochs: must be more than 0 (got 0.0)"),
-        (["prepare", "minilm-support-desk", "--base=/no/such"], "model: '/no/such' could not be loaded (Repo id"),
-        (["prepare", "minilm-squad_v2"], "data: no file squad_v2/train-subset.json; say where"),
-        (["prepare", "minilm-openbookqa"], "data: no file openbookqa/train.jsonl; say where"),
         (["prepare", "gpt2-wikitext"], "data: no file wikitext/wikitext-2_train.tokens.txt;"),
         (["demo", "--n", "100"], "the first 1200 requests are learned from; give more"),
     ],
@@ -324,3 +247,51 @@ def set_to(change: str) -> list[str]:
 def test_bad_input_is_one_line(words: list[str], error: str, config: Path, command: Commands) -> None:
     assert error in command.refused(*words)
     assert results() == []
+
+
+def test_the_demo_shows_and_keeps_what_it_measures(
+    tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMCACHE_MODELS", raising=False)
+    classifier, decoder = load(UNTRAINED), load(UNTRAINED, "token")
+    decoder.tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    monkeypatch.setattr(loading, "load", lambda name, *rest: decoder if name == loading.SMOLLM2 else classifier)
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)  # no ONNX Runtime: an export takes long
+    for name, value in {"LEARN": 100, "N_FIT": 100, "MAX_DROPS": (0.3,)}.items():
+        monkeypatch.setattr(demo, name, value)
+    assert command("demo", "--n", 150, "--json", "figures.json", "--results-dir", "kept") == 0
+    report = json.loads(Path("figures.json").read_text())
+    _, *rows = report["settings"]
+    assert [row["name"] for row in rows] == list(demo.ways()) and rows[0]["changed_answers"] == 0
+    assert all(sentence in command.out for sentence in report["conclusion"])
+    assert "is left out: no smollm2 in models. Get it: llmcache prepare smollm2 --models-dir models\n" in command.out
+    assert Path("llmcache-demo.png").read_bytes().startswith(b"\x89PNG")
+    env = json.loads(Path("kept/demo/env.json").read_text())
+    assert json.loads(Path("kept/demo/metrics.json").read_text()) | {"environment": env} == report
+    monkeypatch.setattr(demo, "run_demo", lambda *given: report | {"environment": env | {"load_average": 99}})
+    Path("models/smollm2").mkdir(parents=True)
+    Path("models/smollm2", loading.FIGURES).touch()
+    assert command("demo") == 0
+    assert command.out.startswith("The machine was busy")
+    assert "5 of 5 answers are the same, token for token" in command.out
+
+
+def test_the_demos_speed_is_of_whole_passes_and_its_sentences_follow_the_rows() -> None:
+    base: Any = [SimpleNamespace(ms=np.array(ms), drained_s=0.0) for ms in ([1000.0, 2000.0], [3000.0, 4000.0])]
+    taken: Any = SimpleNamespace(ms=np.array([500.0, 1000.0]), drained_s=0.5)
+    assert [*demo._speedup(base, taken, 0).values()] == [2.5, 1.5, 3.5]  # of (3 + 7) / 2, 3 and 7 s, and 2 s
+    assert [*demo._speedup(base, taken, 1).values()] == pytest.approx([2, 4 / 3, 8 / 3])
+
+    def told(changed: float, bound: float | None, **options: Any) -> list[str]:
+        row = {"name": "some", "options": options, "hit_rate": 0.4, "speedup": 1.5, "changed_answers": changed}
+        return demo.conclude([row | {"bound": bound}])
+
+    (one,) = told(0.02, None, tau=0.85)
+    assert "tau 0.85" in one and "no bound" in one and "2.00% of the answers changed" in one
+    (one,) = told(0.003, 0.005, max_drop=0.005)
+    assert "at most 0.5% of all answers may change" in one and "0.30% of the answers changed" in one
+    (one,) = told(0.003, 0.005, max_drop=0.005, draft="int8")
+    assert one.startswith("With ONNX Runtime and an int8 draft") and "40% not computed, 1.50 times as fast" in one
+    (one,) = told(0.03, 0.02, max_drop=0.02)
+    assert one.startswith("some: 3.00% of the answers changed, more than its bound")

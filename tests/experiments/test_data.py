@@ -31,14 +31,16 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
         (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
 
 
-def test_files_are_joined_in_order(tmp_path: Path) -> None:
+def test_files_are_joined_in_order_without_blank_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [{"q": "three", "kind": 3, "more": None}, {"q": "four", "kind": "y"}]
-    csv = '\ufeffq,kind\n"one, more",x\n"two\nlines",y\n'
+    csv = '\ufeffq,kind\n"one, more",x\n  ,x\nb, \n"two\nlines",y\n'
     write(tmp_path, {"a.csv": csv, "b.jsonl": "\n\n".join(json.dumps(line) for line in lines)})
     found = [
         (one.id, one.text, one.label, one.part) for one in read(tmp_path, "a.csv", "b.jsonl", text="q", label="kind")
     ]
     assert found == [(0, "one, more", "x", 0), (1, "two\nlines", "y", 0), (2, "three", "3", 1), (3, "four", "y", 1)]
+    told = "data: 2 records without text or label are left out; the first is"
+    assert caplog.messages == [f"{told} {tmp_path / 'a.csv'}, line 3"]
 
 
 def test_samples_orders_and_parts_follow_the_seed(tmp_path: Path) -> None:
@@ -88,8 +90,6 @@ def test_known_sets_by_name(name: str, files: Mapping[str, str], last: int, tmp_
     ("name", "content", "error"),
     [
         ("a.csv", "txt,label\na,x\n", "data.text: .*a.csv, line 2 has no column 'text'; .*'txt', 'label'"),
-        ("a.csv", "text,label\n", "no records, so there is nothing to stream"),
-        ("a.tsv", "text,label\na,x\n", r"a.tsv, line 2 has no column 'text'; columns found: 'text,label'"),
         ("a.jsonl", "[1]\n", r"line 1: expected an object with its columns \(got \[1\]\)"),
         ("a.csv", 'text,label\na,x\n"to be or,x\nb,y\n', r"a.csv: not a CSV file \(unexpected end of data"),
         ("a.csv", "été".encode("latin-1"), r"a.csv: not UTF-8 text \("),
@@ -107,15 +107,6 @@ def test_bad_files(name: str, content: str | bytes, error: str, tmp_path: Path) 
     write(tmp_path, {name: content})
     with pytest.raises(ConfigError, match=error):
         read(tmp_path, name)
-
-
-def test_records_without_text_or_label_are_left_out_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path, {"a.csv": 'text,label\na,x\n  ,x\nb, \n"",y\nb,y\n'})
-    assert read(tmp_path, "a.csv") == [Labelled(0, "a", "x"), Labelled(1, "b", "y")]
-    told = "data: 3 records without text or label are left out; the first is"
-    assert caplog.messages == [f"{told} {tmp_path / 'a.csv'}, line 3"]
 
 
 ZOE = "Zoë  moved to São Paulo 🙂 in 1999."

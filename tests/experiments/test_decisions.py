@@ -13,6 +13,7 @@ from experiments.tasks import make_task
 
 ONE = {"max_drop": 0.01, "sources": "frozen", "limit": 0.2}
 RISKS = [1_000_000, 3_000_000, 2_000_009]  # the third is at the limit, up to rounding
+GROWING = ONE | {"sources": "growing", "served": "s-s-", "risks": [*RISKS, 2_500_000]}
 RECORD: dict[str, Any] = {
     "stream": "some",
     "git": "abc",
@@ -22,10 +23,7 @@ RECORD: dict[str, Any] = {
     "seed": 0,
     "learn": 10,
     "n": 4,
-    "decided": [
-        ONE | {"served": "s-sE", "risks": [*RISKS, None]},
-        ONE | {"sources": "growing", "served": "s-s-", "risks": [*RISKS, 2_500_000]},
-    ],
+    "decided": [ONE | {"served": "s-sE", "risks": [*RISKS, None]}, GROWING],
 }
 EQUAL = "0 of them far from the limit"
 
@@ -43,9 +41,8 @@ EQUAL = "0 of them far from the limit"
         (0, {"served": "s-se"}, 1, "hits 3, 3, 1 differ, 1 of them far"),  # another answer
         (0, {"served": "s---"}, 1, "hits 3, 1, 2 differ, 1 of them far"),  # an exact repeat has no risk
         (1, {"served": "s-ss"}, 1, "some 0.01 growing: limit 0.2000000, 0.2000000; hits 2, 3, 1 differ, 1 of them far"),
-        (None, {"cpu": "another one"}, 2, "another processor or with other versions (this one, torch 2)"),
-        (None, {"versions": {"torch": "3"}}, 2, "git worktree add build/old abc\n"),
-        (None, {"outputs": "0b"}, 2, "-m experiments.decisions record"),
+        (None, {"versions": {"torch": "3"}}, 2, "another processor or with other versions (this one, torch 2)"),
+        (None, {"outputs": "0b"}, 2, "git worktree add build/old abc\n"),
         (None, {"n": 7}, 2, "some: n is 4 in one record and 7 in the other"),
         (None, {"stream": "other"}, 2, "not recorded anew: some"),
     ],
@@ -62,30 +59,24 @@ def test_records_are_compared(
     assert told in text and (text.count(": equal\n"), text.count(": DIFFERENT\n")) == [(2, 0), (1, 1), (0, 0)][status]
 
 
-def test_what_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stream_is_recorded_and_the_committed_records_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibrations = decisions.CALIBRATIONS
+    monkeypatch.setattr(decisions, "CALIBRATIONS", ({"max_drop": 0.2, "sources": "growing"},))
+    data = {"path": "support_desk", "limit": 500}
+    settings = make_task({"name": "held_out", "model": "untrained", "limit": 200, "data": data})
+    write(record("support_desk", settings, Folders(), learn=150), tmp_path)
+    (one,) = read(tmp_path)["support_desk"]["decided"]
+    assert len(one["served"]) == len(one["risks"]) == 50 and {"-", "s"} <= set(one["served"].lower())
+    served = [by.lower() == "s" for by in one["served"]]
+    assert served == [risk is not None and risk * 1e-7 <= one["limit"] for risk in one["risks"]]
+    records = read(Path(__file__).parents[2] / decisions.FOLDER)
+    assert set(records) == set(decisions.STREAMS)
+    for name, whole in records.items():
+        assert not whole["git_dirty"] and whole["learn"] == decisions.LEARN and whole["stream"] == name
+        assert [{key: made[key] for key in ("max_drop", "sources")} for made in whole["decided"]] == [*calibrations]
+        assert all(len(made["served"]) == len(made["risks"]) == whole["n"] for made in whole["decided"])
     assert main(["compare", str(tmp_path / "none"), str(tmp_path)]) == 2 == main(["record", "nothing"])
     text = capsys.readouterr().err
     assert "none: no records of decisions" in text and "nothing: no such stream; known: banking77, hwu64" in text
-
-
-def test_a_stream_is_recorded_alike_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "CALIBRATIONS", ({"max_drop": 0.2, "sources": "growing"},))
-    data = {"path": "support_desk", "limit": 500}
-    settings = make_task({"name": "held_out", "model": "untrained", "limit": 220, "data": data})
-    for name in ("one", "other"):
-        write(record("support_desk", settings, Folders(), learn=150), tmp_path / name)
-    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
-    (one,) = read(tmp_path / "one")["support_desk"]["decided"]
-    assert len(one["served"]) == len(one["risks"]) == 70 and {"-", "s"} <= set(one["served"].lower())
-    served = [by.lower() == "s" for by in one["served"]]
-    assert served == [risk is not None and risk * 1e-7 <= one["limit"] for risk in one["risks"]]
-
-
-def test_the_committed_records_are_whole() -> None:
-    records = read(Path(__file__).parents[2] / decisions.FOLDER)
-    assert set(records) == set(decisions.STREAMS)
-    asked = [(one["max_drop"], one["sources"]) for one in decisions.CALIBRATIONS]
-    for name, one in records.items():
-        assert not one["git_dirty"] and one["learn"] == decisions.LEARN and one["stream"] == name
-        assert [(made["max_drop"], made["sources"]) for made in one["decided"]] == asked
-        assert all(len(made["served"]) == len(made["risks"]) == one["n"] for made in one["decided"])

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.measures import decode as generation
-from experiments.measures import harness
+from experiments.measures import decode, harness
 from experiments.measures.bench import latency
 from experiments.measures.serve import measure, order_of, rows
 from experiments.methods.base import COMPUTED, Served
@@ -23,7 +22,7 @@ from experiments.support.clock import EVENTS, Clock, Spent
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache import CacheConfig, LLMCache
-from tests.experiments.measuring import TASK, measured
+from tests.experiments.helpers import TASK, measured
 from tests.experiments.test_metrics import words
 
 
@@ -83,7 +82,7 @@ def test_methods_take_turns_rounds_begin_cold_and_rows_say_what_happened() -> No
 
 
 def test_calls_of_several_requests_are_padded_and_answered_by_row() -> None:
-    workload = build(make_task(TASK | {"limit": 20}), Folders(), 0)
+    workload = build(make_task(TASK | {"name": "stream", "limit": 20}), Folders(), 0)
     calls = harness.calls_of(workload, 7)
     assert [(call.first, call.n_rows) for call in calls] == [(0, 7), (7, 7), (14, 6)]
     longest = max(request.inputs["input_ids"].shape[1] for request in workload.requests[:7])
@@ -107,7 +106,7 @@ def test_a_round_of_blocks_alternates_and_compares_blocks_of_one_round() -> None
     found = harness.figures_of_blocks(blocks)
     assert found is not None and found["ratios"]["miss/nocache"] == {"median": 1.2, "min": 1.2, "max": 1.2}
     assert (found["hit_ms"]["min"], found["hit_ms"]["max"], found["hit_ms"]["n"]) == (2.0, 4.0, 6)
-    assert harness.figures_of_blocks(harness.blocks(ask, lambda: next(numbers), range(0), 3)) is None
+    assert harness.figures_of_blocks(dict.fromkeys(kinds, ())) is None
 
 
 class Machine:
@@ -145,53 +144,41 @@ def test_a_call_takes_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) 
     assert (figures["call_ms"]["median"], figures["host"]["call_ms"]["median"]) == (7.0, 9.0)
 
 
-def bench_of(models: Folders, **more: Any) -> latency.Bench:
-    settings = latency.Settings(f"{models.models}/small", seq_len=16, entries=64, **more)
+def test_calls_that_are_not_what_they_are_counted_as_stop_the_benchmark(
+    models: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of another kind, a hit that runs layers, and a generation with other tokens."""
+    devices, wrap = [], LLMCache.wrap
+    monkeypatch.setattr(LLMCache, "wrap", lambda *args, **more: devices.append(more["device"]) or wrap(*args, **more))
+    settings = latency.Settings(f"{models.models}/small", seq_len=16, entries=64, payload="last", banks="device")
     bench = latency.Bench(settings, architectures.build(settings.model, 0, "cpu"))
     bench.fill()
-    return bench
-
-
-def test_a_hit_that_runs_layers_stops_the_benchmark(models: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = bench_of(models, payload="sequence", layers="all")
-    honest = bench.cache.stats
-    monkeypatch.setattr(bench.cache, "stats", lambda: replace(honest(), n_layers_skipped=0))
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 3\}"):
-        bench.run()
-
-
-def test_a_block_whose_calls_are_of_another_kind_stops_the_benchmark(models: Folders) -> None:
-    bench = bench_of(models, payload="last")
     with torch.inference_mode():
         fresh = [bench.fresh() for _ in range(10)]
         assert len(bench.block("miss", fresh)) == 10
+        stats = bench.cache.stats()
+        assert (stats.n_stored, stats.n_evicted_total) == (64, 10)  # banks are full, so each miss evicts
         with pytest.raises(RuntimeError, match="10 of 10 calls in a block were not the miss"):
             bench.block("miss", fresh)  # stored by now
-
-
-def test_a_hit_with_other_tokens_stops_the_benchmark(models: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = generation._Ways.generate
+        honest = bench.cache.stats
+        monkeypatch.setattr(bench.cache, "stats", lambda: replace(honest(), n_layers_skipped=0))
+        with pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 3\}"):
+            bench.run()
+    generate = decode._Ways.generate
     monkeypatch.setattr(
-        generation._Ways, "generate", lambda ways, kind, *more: honest(ways, kind, *more) + (kind == "exact_hit")
+        decode._Ways, "generate", lambda ways, kind, *more: generate(ways, kind, *more) + (kind == "exact_hit")
     )
     with pytest.raises(RuntimeError, match="exact_hit had 1 hits, or other tokens"):
-        generation.measure(f"{models.models}/small", prompt_tokens=4, new_tokens=2, rounds=1)
+        decode.measure(settings.model, prompt_tokens=4, new_tokens=2, rounds=1, banks="host")
+    assert devices == ["model", "cpu"]  # banks are where they are asked to be
 
 
 def test_a_miss_that_no_graph_ran_stops_the_benchmark(models: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"measure": "compiled", "models": ["bert"], "batch_sizes": [2], "seq_lens": [12], "buckets": [16]}
     monkeypatch.setattr(LLMCache, "compile", lambda *args, **settings: None)
+    monkeypatch.setattr(torch, "compile", lambda model, **settings: model)
     with pytest.raises(RuntimeError, match="a miss_compiled call had 0 hits and 0 rows run by a graph"):
         measured(values | {"backend": "eager", "rounds": 10}, models)
     monkeypatch.setattr(LLMCache, "compile", lambda *args, **settings: CacheConfig.make({"tau": "no"}))
     (row,) = measured(values | {"rounds": 10}, models).rows  # what cannot be compiled is left empty and told
     assert row["not_run"].startswith("tau") and row["nocache_ms"] is row["miss_compiled_ratio"] is row["bucket"] is None
-
-
-def test_banks_are_where_they_are_asked_to_be(models: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices, wrap = [], LLMCache.wrap
-    monkeypatch.setattr(LLMCache, "wrap", lambda *args, **more: devices.append(more["device"]) or wrap(*args, **more))
-    for banks in ("host", "device"):
-        bench_of(models, payload="last", banks=banks)
-        generation.measure(f"{models.models}/small", prompt_tokens=4, new_tokens=2, rounds=1, banks=banks)
-    assert devices == ["cpu", "cpu", "model", "model"]

@@ -1,7 +1,8 @@
-"""Every method on every task: what it serves, from which source, and with which answer."""
+"""Every method, live and replayed: what it serves, from which source, and with which answer."""
 
 from dataclasses import replace
 from functools import cache
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,97 +12,93 @@ import torch
 
 from experiments.measures.base import serve_once
 from experiments.measures.serve import measure
-from experiments.methods import METHODS, NOCACHE, MethodSettings
-from experiments.methods.base import BYPASSED, COMPUTED, Method, twin
+from experiments.methods import METHODS, MethodSettings
+from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import Cached
 from experiments.models.loading import UNTRAINED, encode, load
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.replay import by_request, replay, rows_served
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
-from experiments.tasks.wikitext import Read
-from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 
-MADE = {"model": UNTRAINED, "data": "made", "limit": 24}
-TASKS = {
-    "stream": {"name": "stream", "model": UNTRAINED, "data": {"path": "support_desk", "limit": 200}, "limit": 40},
-    "squad_v2": {"name": "squad_v2", "max_length": 96, **MADE},
-    "openbookqa": {"name": "openbookqa", **MADE, "limit": 30},
-    "wikitext": {"name": "wikitext", "window": 16, "repeats": {"whole": 0.3, "changed": 0.3}, **MADE},
+TASKS: dict[str, dict[str, Any]] = {
+    "openbookqa": {"data": "made", "limit": 20},
+    "squad_v2": {"data": "made", "limit": 20, "max_length": 128},
+    "stream": {"limit": 40, "data": {"path": "support_desk", "limit": 200}, "head": {"pool": "cls"}},
+    "wikitext": {"data": "made", "window": 16, "limit": 24, "repeats": {}},
 }
-#: Thresholds low enough that untrained encoders find neighbours.
-OPTIONS: dict[str, dict[str, Any]] = {
-    NOCACHE: {},
-    "llmcache": {"tau": 0.9, "allow_unsafe": True},
-    "doccache": {"threshold": 0.6},
-    "exact_response": {},
-    "semantic_response": {"threshold": 0.9, "encoder": UNTRAINED},
-}
+PCA = {"name": "pca", "dim": 4, "fit_on": 10}
+SEMANTIC = {"threshold": 0.9, "encoder": UNTRAINED}
 
 
 @cache
-def workload_of(task: str) -> Workload:
-    return build(make_task(TASKS[task]), Folders(), 0)
+def recorded(name: str) -> Recording:
+    return Recording(build(make_task({"name": name, "model": UNTRAINED, **TASKS[name]}), Folders(), 0))
 
 
-def make(method: str, workload: Any, **options: Any) -> Method:
-    return MethodSettings.make({"method": method, **(options or OPTIONS[method])}).build(workload)
-
-
-@cache
-def outputs_of(task: str) -> list[Any]:
-    """Return the plain model's outputs."""
-    with torch.inference_mode():
-        return [workload_of(task).module(**request.inputs) for request in workload_of(task).requests]
-
-
-def is_same(one: Answer, other: Answer) -> bool:
-    if isinstance(one, Read):
-        return np.array_equal(one.tokens, other.tokens) and np.allclose(one.nll, other.nll, atol=1e-5, equal_nan=True)
-    return bool(one == other)
-
-
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in METHODS), ("llmcache", {"exact": True})])
-def test_a_method_serves_what_it_says(name: str, options: dict[str, Any], task: str) -> None:
-    """Two rounds agree, computed answers are the model's own, and others follow from their source."""
-    workload = workload_of(task)
-    own = [workload.answer(output, i) for i, output in enumerate(outputs_of(task))]
-    method = make(name, workload, **options)
-    answers, notes = serve_once(method, range(len(own)))
-    held = method.nbytes, method.n_entries
-    again, notes_again = serve_once(method, range(len(own)))
-    assert notes == notes_again and all(map(is_same, answers, again)) and (method.nbytes, method.n_entries) == held
-    assert notes[0].by == COMPUTED and notes[0].source is None and BYPASSED not in {note.by for note in notes}
-    hits = [number for number, note in enumerate(notes) if note.is_hit]
-    assert bool(hits) == (name != NOCACHE) and len(hits) < len(notes)
-    assert held == (None, None) if name == NOCACHE else min(held) > 0
-    tokens = [request.inputs["input_ids"].tolist() for request in workload.requests]
-    for number, (answer, note) in enumerate(zip(answers, notes, strict=True)):
-        source, alike = note.source, note.similarity
-        if number not in hits:
-            assert is_same(answer, own[number])
-            continue
-        assert source is not None and source < number
-        if options or name == "exact_response":
-            assert is_same(answer, own[number]) and note.by in ("exact", "response")
-            assert (options and task == "openbookqa") or source == tokens.index(tokens[number])
-        elif name == "doccache":  # the source's output, read as this request's own
-            assert (
-                alike is not None
-                and alike >= 0.6
-                and is_same(answer, workload.answer(outputs_of(task)[source], number))
+@pytest.mark.parametrize(
+    ("method", "name", "options"),  # some rows hit with these options, and not all
+    [
+        *(
+            ("llmcache", name, {"tau": tau, "fingerprint": fingerprint})
+            for name, fingerprint, tau in (
+                ("stream", "mean", 0.8),
+                ("openbookqa", "simhash", 0.6),
+                ("squad_v2", "attention", 0.8),
+                ("stream", PCA, 0.5),
+                ("wikitext", "minhash", 0.1),
             )
-        elif name == "semantic_response":
-            assert is_same(answer, workload.borrowed(answers[source])) and alike is not None and alike >= 0.9
+        ),
+        *(("doccache", name, {"threshold": 0.6}) for name in TASKS),
+        ("semantic_response", "stream", SEMANTIC),
+        ("exact_response", "stream", {}),
+        ("exact_response", "wikitext", {}),
+        ("nocache", "stream", {}),
+    ],
+)
+def test_a_replay_equals_a_live_run(method: str, name: str, options: dict[str, Any]) -> None:
+    recording, workload = recorded(name), recorded(name).workload
+    numbers = range(len(workload.requests))
+    if method == "llmcache":
+        live: Any = Cached(
+            workload, {"layers": "last", "allow_unsafe": True, "payload": workload.payload or "auto"} | options
+        )
+        live.begin()
+        units = recording.rows(make_fingerprint(options["fingerprint"]), live.payload != "sequence")
+        read, threshold = recording.reread, options["tau"]
+    else:
+        live = METHODS[method](workload, options)
+        read, threshold = recording.borrowed, options.get("threshold", inf)
+        if method == "doccache":
+            units, read = recording.documents(), recording.handed
+        elif method == "semantic_response":
+            units = recording.texts(UNTRAINED)
+        else:
+            units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    told, notes = serve_once(live, numbers)
+    held = live.nbytes, live.n_entries
+    assert serve_once(live, numbers)[1] == notes and (live.nbytes, live.n_entries) == held  # a round begins cold
+    if method == "nocache":
+        assert held == (None, None) and {note.by for note in notes} == {COMPUTED} and told == recording.answers
+        return
+    (again,) = replay(units, [threshold])
+    assert (by_request(units, again) != COMPUTED).tolist() == [note.is_hit for note in notes]
+    assert rows_served(again) == pytest.approx(np.mean([note.share * note.is_hit for note in notes]))
+    assert {COMPUTED} < set(again.served)
+    assert not any(workload.is_changed(*pair) for pair in zip(told, read(units, again), strict=True))
+    if method != "llmcache":
+        assert [note.source for note in notes if note.is_hit] == again.source[again.served != COMPUTED].tolist()
+        assert min(held) > 0
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_methods_share_weights_and_nothing_else(task: str) -> None:
-    workload = workload_of(task)
+def test_methods_share_weights_and_nothing_else() -> None:
+    workload = recorded("stream").workload
     parameters = dict(workload.module.named_parameters())
     assert all(parameter is parameters[name] for name, parameter in twin(workload.module).named_parameters())
-    methods = [make(name, workload) for name in OPTIONS]
+    options = {"semantic_response": SEMANTIC}
+    methods = [METHODS[name](workload, options.get(name, {})) for name in METHODS]
     with LLMCache.wrap(twin(workload.module)), torch.inference_mode():
         for method in methods:
             method.begin()
@@ -113,7 +110,7 @@ def test_methods_share_weights_and_nothing_else(task: str) -> None:
 
 
 def test_bypasses_and_evictions_are_told_apart() -> None:
-    workload = workload_of("stream")
+    workload = recorded("stream").workload
     blank = replace(workload.requests[0], inputs=encode(workload.tokenizer, "", 48))
     asked = workload.of([blank, *workload.requests[:3]])
     trace = measure(asked, {"x": Cached(asked, {"max_entries": 2})}, 1, 0)["x"]
@@ -122,23 +119,15 @@ def test_bypasses_and_evictions_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "task", "options", "error"),
+    ("settings", "task", "error"),
     [
-        ("llmcache", "squad_v2", {"tau": 0.9, "label": "fast"}, "fast: tau=0.9 with .*allow_unsafe=True"),
-        ("llmcache", "stream", {"payload": "cls"}, "llmcache-payload=cls: payload: the head reads 'mean' .*'cls'"),
-        (
-            "semantic_response",
-            "stream",
-            {"encoder": "no/such", "label": "a"},
-            "a: model: 'no/such' could not be loaded",
-        ),
-        ("doccache", None, {}, "doccache-threshold=0.6: this method needs a model with a head"),
+        ({"method": "llmcache", "tau": 0.9, "label": "fast"}, "squad_v2", "fast: tau=0.9 with .*allow_unsafe=True"),
+        ({"method": "llmcache", "payload": "mean"}, "stream", "llmcache-payload=mean: payload: the head reads 'cls'"),
+        ({"method": "doccache"}, None, "doccache: this method needs a model with a head"),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused_by_name(
-    method: str, task: str | None, options: dict[str, Any], error: str
-) -> None:
+def test_what_does_not_fit_the_model_is_refused_by_name(settings: dict[str, Any], task: str | None, error: str) -> None:
     loaded = load(UNTRAINED)
     bare = SimpleNamespace(module=loaded.model, tokenizer=loaded.tokenizer, payload=None)
     with pytest.raises(ConfigError, match=f"^methods: {error}"):
-        make(method, workload_of(task) if task else bare, **options)
+        MethodSettings.make(settings).build(recorded(task).workload if task else bare)  # type: ignore[arg-type]

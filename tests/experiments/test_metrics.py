@@ -11,12 +11,13 @@ import torch
 
 from experiments.measures.bound import _of_claim
 from experiments.measures.harness import Pass
+from experiments.measures.layers import choose_taus
 from experiments.measures.parity import difference
 from experiments.measures.service import figures, share_of_bound
 from experiments.measures.trust import by_intent
 from experiments.metrics.metrics import Trace, hit_rates, interval, latencies, percentiles, quality, speed
 from experiments.runs.grid import make_experiment
-from tests.experiments.measuring import learning
+from tests.experiments.helpers import learning
 
 
 def words(numbers: Sequence[int], clusters: Sequence[int] | None = None) -> Any:
@@ -139,6 +140,13 @@ def test_violations_of_a_bound_are_counted() -> None:
     )
     assert (found["n_violated"], found["n_beyond_chance"], found["n_calibrations"]) == (2, 1, 3)
     assert (found["turned_on"], found["changed_answers_most"], found["rungs"]) == (2 / 3, 0.2, {"draft": 3})
+
+
+def test_the_lowest_threshold_that_is_pure_enough() -> None:
+    similarity = np.array([[-1, 0.9, 0.8, 0.7, 0.6, 0.5, *[0.1] * 6]], dtype=np.float32)
+    likeness = np.array([[0, 1, 1, 0, 0, 1, *[0] * 6]], dtype=np.float32)
+    assert choose_taus(similarity, likeness, 0.95, 1.0) == {0: pytest.approx(0.8)}
+    assert choose_taus(similarity, likeness * 0, 0.95, 1.0) == {0: 1.0}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from experiments.measures.ray_replicas import AFTER, BEFORE, MISSING, PHASES, UP
 from experiments.runs.grid import make_experiment
 from experiments.support.files import Folders
 from llmcache.errors import ConfigError
-from tests.experiments.measuring import TASK, learning
+from tests.experiments.helpers import TASK, learning
 
 STUB = f"{{python}} {Path(__file__).with_name('stub_server.py')} --port {{port}}"
 PREDICT = post("/predict", {"inputs": "a text"})
@@ -25,35 +25,34 @@ def load(port: int, due_ms: list[float], **options: Any) -> Load:
 
 
 def test_latency_is_from_when_a_request_was_due_and_what_was_not_answered_is_counted() -> None:
-    with running(f"{STUB} --ms 50", {}, start_s=60) as server:
-        found = load(server.port, [0.0, 0.0, 0.0])  # one at a time
-        assert sorted(found.latency_ms)[2] >= 145 and found.figures()["statuses"] == {
-            "200": 3
-        }  # from sending, it is 50
+    with running(f"{STUB} --ms 50 --fail-every 7", {}, start_s=60) as server:
+        found = load(server.port, [0.0, 0.0, 0.0])  # one at a time; from sending, each takes 50 ms
+        assert sorted(found.latency_ms)[2] >= 145 and found.figures()["statuses"] == {"200": 3}
         assert load(server.port, [0.0], timeout_s=0.01).figures()["statuses"] == {"timed out": 1}
-        cut = load(server.port, [2.0 * i for i in range(400)], limit=Limit(100))
-        assert cut.is_cut and not cut.keeps(Limit(100))
-        assert (
-            server.rss > 1e6 and server.cpu_s > 0 and total(scrape(server.port), "llmcache_num_requests_waiting") == 3
-        )
-    assert load(server.port, [0.0, 1.0]).figures()["statuses"] == {"no connection": 2}
-    with running(f"{STUB} --fail-every 4 --ms 5", {}, start_s=60) as server:
-        found = load(server.port, [0.0] * 8)
-        assert found.figures()["statuses"] == {"200": 6, "503": 2} and found.n_kept(Limit(1e4)) == 6
+        found = load(server.port, [0.0] * 4)  # the third of these is the seventh
+        assert found.figures()["statuses"] == {"200": 3, "503": 1} and found.n_kept(Limit(1e4)) == 3
         assert not found.keeps(Limit(1e4)) and found.keeps(Limit(1e4, share=0.75))
+        cut = load(server.port, [2.0 * i for i in range(400)], limit=Limit(100))
+        assert cut.is_cut and not cut.keeps(Limit(100)) and server.rss > 1e6 and server.cpu_s > 0
+        assert total(scrape(server.port), "llmcache_num_requests_waiting") == 3
         closed = closed_loop(server.port, [PREDICT] * 1000, 2, seconds=0.3)
     n = int((closed.status == 200).sum())
     assert n >= 2 and closed.is_cut and (np.diff(closed.due_s[:n]) >= 0).all()
+    assert load(server.port, [0.0, 1.0]).figures()["statuses"] == {"no connection": 2}
     late = Load(*(np.array(one) for one in ([0.0], [0.4], [0.5], [200])), [None], 1.0, 0.0)
     assert late.latency_ms == pytest.approx([500]) and late.figures()["lag_p99_ms"] == pytest.approx(400)
 
 
-def test_a_server_that_does_not_start_is_told_with_its_words() -> None:
-    ended = "{python} -c 'print(\"no\", flush=True); raise SystemExit(3)'"
-    with pytest.raises(ServerError, match=r"ended with 3 before it was ready: no\b"), running(ended, {}):
-        pass
-    sleeping = "{python} -c 'import time; time.sleep(60)'"
-    with pytest.raises(ServerError, match=r"not ready after 0\.2 s: it logged"), running(sleeping, {}, start_s=0.2):
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ('print("no", flush=True); raise SystemExit(3)', r"ended with 3 before it was ready: no\b"),
+        ("import time; time.sleep(60)", r"not ready after 0\.2 s: it logged"),
+    ],
+)
+def test_a_server_that_does_not_start_is_told_with_its_words(words: str, error: str) -> None:
+    start_s = 60 if "no" in words else 0.2
+    with pytest.raises(ServerError, match=error), running(f"{{python}} -c '{words}'", {}, start_s=start_s):
         pass
 
 
@@ -107,7 +106,7 @@ def test_a_server_loads_the_fitted_classifier_and_its_calibrated_cache(tmp_path:
     from experiments.baseline_server import create_app
     from llmcache import LLMCache
 
-    experiment: Any = make_experiment(learning("serve_load", task=TASK | {"limit": 220}))
+    experiment: Any = make_experiment(learning("serve_load", task=TASK | {"limit": 160}))
     with made(experiment, Folders(models=tmp_path)) as found:
         served, text = found.classifier(), found.stream[0].text
         ((label, score),) = labels_of(served, [text])

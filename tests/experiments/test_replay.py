@@ -6,13 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.data.streams.keys import BYTES, Asked
-from experiments.methods.base import twin
 from experiments.methods.cached import serve_from
 from experiments.replay.eviction import most_hits, replay_blocks, replay_entries
 from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
@@ -22,8 +19,8 @@ from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache import POLICIES, ConfigError
-from llmcache.lab import LearnedFingerprint, RiskTarget, locate, outputs, split, targets
-from tests.experiments.measuring import LEARN, TASK, N
+from llmcache.lab import RiskTarget, split
+from tests.experiments.helpers import LEARN, TASK, N
 from tests.tiny_prompts import TRACE
 
 CLAIM = RiskTarget(0.2, 0.05, "changed", "frozen", 0)
@@ -71,38 +68,6 @@ def test_the_students_answers_are_examples_and_the_likelier_wrong_the_riskier(re
     assert chosen is not None and chosen.bound <= CLAIM.max_drop
 
 
-def test_recalled_layers_and_fits_equal_computed_ones(rehearsal: Rehearsal) -> None:
-    workload, known = rehearsal.workload, Outputs()
-    copies = [recall_layers(twin(workload.module), known) for _ in range(2)]
-    rows: list[list[int]] = [[], []]
-    for module, seen in zip(copies, rows, strict=True):
-        layer: Any = locate(module).layers[0]
-        layer.attention.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
-    distinct = list({request.text: request.inputs for request in workload.requests}.values())[:5]
-    batch = {name: one.repeat(2, 1) for name, one in distinct[0].items()}
-    with torch.inference_mode():
-        plain = [workload.module(**one) for one in distinct]
-        for module in copies:
-            assert all(torch.equal(one, module(**inputs)) for one, inputs in zip(plain, distinct, strict=True))
-        assert torch.equal(copies[0](**batch), copies[0](**batch))
-    assert rows == [[1] * 5 + [2] * 2, []]  # a batch is computed each time
-    fitter: Any = rehearsal.calibrated.fitter
-    fits, first, second = Fits(), LearnedFingerprint(), LearnedFingerprint()
-
-    def fit(fingerprint: LearnedFingerprint, cases: Sequence[Any]) -> None:
-        tokens = [case.tokens for case in cases]
-        fingerprint.fit(tokens, targets(cases, fitter.answers), outputs(cases, fitter.answers))
-
-    for fingerprint in (first, second):
-        fingerprint.bind(fitter.tokens.embed, fitter.tokens.contextual)
-        recall_fits(fingerprint, fits)
-        fit(fingerprint, rehearsal.observed[:120])
-    assert len(fits.known) == 1 and fits.saved_s > 0
-    assert all(np.array_equal(array, second.state()[name]) for name, array in first.state().items())
-    fit(second, rehearsal.observed[1:120])
-    assert len(fits.known) == 2
-
-
 def test_requests_of_several_rows_are_refused() -> None:
     task = make_task({"name": "openbookqa", "model": "untrained", "data": "made", "limit": 5})
     with pytest.raises(ConfigError, match="row by row"):
@@ -137,8 +102,8 @@ def test_a_threshold_keeps_its_claim_and_later_requests_are_served_alone() -> No
     assert (serve(units, 600, None, stored, grows=False).served == "computed").all()
 
 
-def of(keys: str) -> list[Sequence[Asked]]:
-    """Return one request per letter."""
+def of(keys: Sequence[str]) -> list[Sequence[Asked]]:
+    """Return one request per key."""
     return [[Asked(key)] for key in keys]
 
 
@@ -164,17 +129,11 @@ def test_the_bound_is_the_most_that_is_possible(keys: str, max_entries: int) -> 
         assert replay_entries(of(keys), policy, max_entries * BYTES).hits <= most(keys, max_entries)
 
 
-def test_a_hit_is_a_use() -> None:
+def test_a_hit_is_a_use_of_chains_the_held_beginning_is_found_and_a_newcomer_needs_uses() -> None:
     assert replay_entries(of("abaca"), POLICIES["lru"], 2 * BYTES).hits == 2  # c evicts b, as a was used
-
-
-def test_of_chains_what_is_held_of_the_beginning_is_found() -> None:
     requests = [[Asked(str(block)) for block in blocks] for _, blocks in TRACE]
     found = replay_blocks(requests, POLICIES["lru"], 100 * BYTES)
     assert (found.n, found.hits) == (28, 16) == (found.nbytes // BYTES, found.hit_nbytes // BYTES)  # 16 came before
     assert most_hits(requests, 100).hits == 16 > replay_blocks(requests, POLICIES["lru"], 2 * BYTES).hits
-
-
-def test_of_w_tinylfu_a_newcomer_needs_more_uses_than_the_key_that_it_would_evict() -> None:
     keys = [*"abcdefgh" * 3, *(f"once {i}" for i in range(50)), *"abcdefgh"]
-    assert replay_entries([[Asked(key)] for key in keys], WTinyLFU, 10 * BYTES).hits == 3 * 8
+    assert replay_entries(of(keys), WTinyLFU, 10 * BYTES).hits == 3 * 8

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 
 from experiments.data.streams.keys import BYTES, KeyStream, asked
 from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream, sample
 from experiments.data.streams.support_desk import INTENTS, support_desk
-from experiments.data.traces import (
-    AZURE,
-    MOONCAKE,
-    azure,
-    azure_arrivals,
-    azure_lengths,
-    fixed,
-    mooncake,
-    poisson,
-    read_trace,
-)
+from experiments.data.streams.traffic import Arrival, Traffic, arrange, draw
+from experiments.data.traces import AZURE, azure_lengths, read_trace
+from experiments.measures.over_http.loops import poisson
 from experiments.measures.service import with_repeats
 from experiments.support.files import Folders
 from experiments.tasks.wikitext import Repeats, repeat
@@ -41,27 +33,10 @@ def write_azure(folder: Path, *lines: str) -> None:
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
 
 
-def seeded(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
-
-
-def test_arrivals_have_a_mean_gap_of_one_and_a_traces_bursts(tmp_path: Path) -> None:
-    seconds = [0, 1, 3, 4, 50, 51]
-    write_azure(tmp_path, *(f"2023-11-16 18:15:{second:02}.1234567,1,2" for second in reversed(seconds)))
-    assert azure_arrivals(tmp_path) == seconds
-    assert azure(6, tmp_path, seeded(0)) == pytest.approx(np.array(seconds) * 5 / 51)
-    (tmp_path / MOONCAKE).parent.mkdir()
-    steps = [json.dumps({"timestamp": at, "hash_ids": [0]}) for at in (0, 0, 0, 3000, 6000, 6000)]
-    (tmp_path / MOONCAKE).write_text("\n".join(steps))
-    drawn = poisson(5000, None, seeded(2))
-    for times in (azure(4, tmp_path, seeded(1)), mooncake(6, tmp_path, seeded(0)), drawn):
-        assert times[0] == 0 and np.diff(times).mean() == pytest.approx(1) and (np.diff(times) >= 0).all()
-    assert len(set(mooncake(6, tmp_path, seeded(0)))) == 6  # within a step, times are drawn
-    assert np.diff(drawn).std() == pytest.approx(1, abs=0.05) and fixed(3, None, seeded(0)).tolist() == [0, 1, 2]
-    again = [poisson(50, None, seeded(seed)) for seed in (3, 3, 4)]
-    assert (again[0] == again[1]).all() and not (again[0] == again[2]).all()
-    with pytest.raises(ConfigError, match="the trace of mooncake has 6 arrivals"):
-        mooncake(7, tmp_path, seeded(0))
+def test_arrivals_are_a_poisson_process_with_a_mean_gap_of_one() -> None:
+    drawn, again, other = (poisson(5000, default_rng(seed)) for seed in (2, 2, 3))
+    assert drawn[0] == 0 and np.diff(drawn).mean() == pytest.approx(1) and (np.diff(drawn) >= 0).all()
+    assert np.diff(drawn).std() == pytest.approx(1, abs=0.05) and (drawn == again).all() and (drawn != other).any()
 
 
 def test_keys_have_azures_lengths_and_scans_are_of_new_keys(tmp_path: Path) -> None:
@@ -183,3 +158,19 @@ def test_windows_come_back_as_said(shares: tuple[float, float, float], replaced:
             assert same.max() == 8 if kind == "whole" else 8 - n_replaced in same
     assert all(kinds.count(kind) / 400 == pytest.approx(share, abs=0.13) for kind, share in named.items())
     assert (repeat(FRESH, repeats, 150)[0] == rows[:150]).all() and {kinds[source] for source in sources} == {"new"}
+
+
+def test_traffic_is_seeded_and_skewed_and_comes_in_phases_or_bursts() -> None:
+    pool = [(intent, number) for intent in range(10) for number in range(40)]
+    steady, shifting = (draw(pool, Traffic(n=4000, skew=1.2, phases=phases)) for phases in (1, 2))
+    assert steady == draw(pool, Traffic(n=4000, skew=1.2)) and steady.count(max(set(steady), key=steady.count)) > 200
+    first, second = (max(set(half), key=half.count) for half in (shifting[:2000], shifting[2000:]))
+    assert first != second
+    bursts, shuffled, repeats = (
+        arrange(pool, lambda one: one[0], Arrival(name=name, length=20, at_once=2), seed=1)
+        for name in ("bursts", "shuffled", "repeats")
+    )
+    assert sorted(bursts) == sorted(shuffled) == pool and bursts != shuffled
+    n_bursts, n_shuffled = (len({intent for intent, _ in stream[:40]}) for stream in (bursts, shuffled))
+    assert n_bursts <= 6 < n_shuffled and len(repeats) == 400
+    assert repeats.count(max(set(repeats), key=repeats.count)) > 40

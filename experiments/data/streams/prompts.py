@@ -75,8 +75,6 @@ def known_tokens(prompts: Sequence[Prompt]) -> list[int]:
 
 
 class _Turns(StreamSettings):
-    """Settings common to `chat` and `chat_window`."""
-
     turns: int = Field(default=8, ge=1)  # per conversation
     at_once: int = Field(default=4, ge=1)  # interleaved conversations; the next turn's conversation is drawn at random
 

@@ -62,8 +62,6 @@ UPPER: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request and its intent."""
-
     text: str  # what the customer wrote, one line
     label: str  # the intent, one of `INTENTS`
 
@@ -95,7 +93,6 @@ class _Desk:
         self._paraphrases: list[_Paraphrase] = []
 
     def next_request(self) -> Request:
-        """Draw the kind of the next request, then the request."""
         kind = self._rng.random()
         if kind < REPEAT_SHARE:
             request = self._old(self._requests)

@@ -26,7 +26,6 @@ class Traffic(Section):
 
 
 def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
-    """Draw a stream of requests from a pool of distinct ones."""
     rng = random.Random(traffic.seed)
     weights = [1 / rank**traffic.skew for rank in range(1, len(pool) + 1)]
     ends = [round(traffic.n * phase / traffic.phases) for phase in range(traffic.phases + 1)]

@@ -63,7 +63,6 @@ class Load:
         return int((self.latency_ms <= limit.ms).sum())
 
     def keeps(self, limit: Limit) -> bool:
-        """Whether enough of all requests were answered within the limit."""
         n = len(self.status)
         return not self.is_cut and n - self.n_kept(limit) <= limit.most_late(n)
 
@@ -84,6 +83,12 @@ class Load:
             "generator_cpu_s": self.cpu_s,
             "lag_p99_ms": float(np.percentile(lag_ms, 99)),
         }
+
+
+def poisson(n: int, rng: np.random.Generator) -> Times:
+    """Return `n` arrivals of a Poisson process, from 0 on with a mean gap of 1."""
+    later = rng.exponential(size=n - 1).cumsum()
+    return np.concatenate([[0.0], later * (len(later) / later[-1])])
 
 
 class _Recorder:
@@ -110,7 +115,6 @@ class _Recorder:
             load.replies[i] = reply
 
     def run(self, loop: Coroutine[Any, Any, None]) -> Load:
-        """Run a loop to its end."""
 
         async def whole() -> Load:
             self._started, cpu_s = perf_counter(), process_time()

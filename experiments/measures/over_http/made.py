@@ -8,7 +8,7 @@ head fitted on pooled states (`held_out`)
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,14 +94,7 @@ def serving(experiment: ServingExperiment, server: str, made: Made, **more: str)
             yield found
 
 
-def order_of(servers: Iterable[str], number: int) -> list[str]:
-    """Return the servers' order in a round: reversed in every other round."""
-    names = list(servers)
-    return names if number % 2 == 0 else names[::-1]
-
-
 def write_classifier(experiment: ServingExperiment, folders: Folders, made: Made) -> None:
-    """Fit the head, and write it with its trunk and pooling."""
     task = experiment.task
     fitted = fit_logistic(
         load(task.model, "states", folders.models), task.head.pool, made.known, made.stream, task.max_length
@@ -145,7 +138,6 @@ def _depends_on(experiment: ServingExperiment) -> dict[str, Any]:
 
 @contextmanager
 def _place(experiment: ServingExperiment, folders: Folders) -> Iterator[Path]:
-    """Yield the folder for all files made here."""
     if folders.models is None:
         with TemporaryDirectory() as place:
             yield Path(place)

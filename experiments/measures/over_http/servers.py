@@ -60,7 +60,7 @@ class Running:
             ServerError: The server exited, or was not ready in time; the end of its log is quoted.
         """
         until = monotonic() + start_s
-        while not _is_ready(self.port):
+        while not is_ready(self.port):
             if (code := self._process.poll()) is not None:
                 raise ServerError(f"the server ended with {code} before it was ready: {self._told()}")
             if monotonic() > until:
@@ -103,14 +103,13 @@ def running(command: str, values: Mapping[str, str], *, start_s: float = 120.0) 
 
 
 def free_port() -> int:
-    """Return a port that was free just now."""
     with socket.socket() as found:
         found.bind((HOST, 0))
         port: int = found.getsockname()[1]
         return port
 
 
-def _is_ready(port: int) -> bool:
+def is_ready(port: int) -> bool:
     with (
         closing(http.client.HTTPConnection(HOST, port, timeout=5)) as connection,
         suppress(OSError, http.client.HTTPException),
@@ -136,7 +135,6 @@ def scrape(port: int) -> Samples:
 
 
 def parse(text: str) -> Samples:
-    """Parse every sample; comments are skipped."""
     pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 

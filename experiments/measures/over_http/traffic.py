@@ -37,7 +37,6 @@ class Asked:
 
 
 def mixed(texts: Sequence[str], seed: int) -> list[str]:
-    """Return inputs mixed as in the traffic, made of these texts."""
     rest, rng = iter(texts), random.Random(seed)
     return [" ".join([text, *islice(rest, TEXTS_LONG - 1)]) if rng.random() < LONG_INPUTS else text for text in rest]
 
@@ -74,7 +73,6 @@ def embed(text: str, session: str | None = None) -> bytes:
 
 
 def texts_of(seed: int) -> Iterator[str]:
-    """Yield distinct texts, endlessly."""
     seen: set[str] = set()
     for number in count(seed):
         new = dict.fromkeys(one.text for one in support_desk(1000, number))

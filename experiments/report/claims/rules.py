@@ -179,7 +179,6 @@ def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, f
 
 
 def _generated(runs: Sequence[Run]) -> tuple[Figures, Figures] | None:
-    """Return the ratios to K/V caching of a known and of a new prompt."""
     row = next((row for row in runs[0].metrics["generation"] if row["model"] == "gpt2"), None)
     return None if row is None else (row["ratios"]["exact_hit/kv_cache"], row["ratios"]["miss/kv_cache"])
 
@@ -208,7 +207,6 @@ STRAIGHT = 0.95  # least share of variance explained by a line to call the relat
 
 
 def _at_a_tau(runs: Sequence[Run]) -> list[tuple[str, Figures]]:
-    """Return the stream and the figures of every method with a tau."""
     served = [(run.task, figures) for run in runs for figures in run.metrics["methods"].values()]
     return [(task, row) for task, row in served if row["method"] == "llmcache" and "tau" in row["options"]]
 
@@ -249,7 +247,6 @@ def documents(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def _on_some(n_held: int, n: int, which: str = "") -> Judgement:
-    """Return the judgement on a claim that holds on some streams."""
     if not n:
         return NOTHING
     if n_held in (0, n):
@@ -281,7 +278,6 @@ def layers(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def _plain(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs without compression, from small to large."""
     return sorted((run for run in runs if run.config["cache"]["compression"]["name"] == "none"), key=_size)
 
 

@@ -101,7 +101,6 @@ def fill(text: str, results_dir: Path, root: str = "") -> str:
 
 
 def draw(results_dir: Path, folder: Path) -> None:
-    """Draw the picture of each page into a folder."""
     for name, groups in SHOWN.items():
         runs = [run for run in runs_of(results_dir, *groups) if run.is_timed or name not in TIMED]
         if runs:

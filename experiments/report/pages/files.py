@@ -56,7 +56,6 @@ def any_of(show: Table, *groups: str, is_timed: bool = False) -> Callable[[Path]
 
 
 def figures_of(results_dir: Path, command: str) -> Figures:
-    """Return the figures of a command that is no experiment."""
     path = results_dir / command / METRICS
     if not path.is_file():
         raise ConfigError(f"{path}: not there; llmcache {command.replace('_', ' ')} --results-dir {results_dir.name}")
@@ -65,5 +64,4 @@ def figures_of(results_dir: Path, command: str) -> Figures:
 
 
 def is_timed(results_dir: Path, command: str) -> bool:
-    """Whether a command's times may be shown; see `was_idle`."""
     return was_idle(json.loads((results_dir / command / "env.json").read_text(encoding="utf-8")))

@@ -84,7 +84,6 @@ def _prefixes(results_dir: Path) -> str:
 
 
 def _calibrated(results_dir: Path) -> str:
-    """Format whole passes after learning, by target."""
     rows = _summaries(runs_if_any(results_dir, "service_small"))
     told = []
     for target in sorted({float(row["max_drop"]) for row in rows}):
@@ -109,7 +108,6 @@ def _tau(results_dir: Path) -> str:
 
 
 def _paper(results_dir: Path) -> str:
-    """Format the verdicts on the paper's claims."""
     judged = [judgement.verdict for _, judgement in judge(claims_runs(results_dir), {})]
     told = (f"{judged.count(verdict)} {what}" for verdict, what in VERDICTS.items())
     return f"of the paper's {len(judged)} claims {', '.join(told)}"
@@ -126,7 +124,6 @@ def _times(rows: Sequence[Figures]) -> str:
 
 
 def _shares(values: Iterable[float], digits: int = 1) -> str:
-    """Format the smallest and largest of shares."""
     found = sorted(values)
     least, most = percent(found[0], digits), percent(found[-1], digits)
     return most if least == most else f"{least.removesuffix(' %')} to {most}"
