@@ -32,7 +32,6 @@ _NAMES = {
     "reuse.calibration.calibrated_reuse": ("CalibratedReuse",),
     "reuse.calibration.observer": ("outputs", "targets"),
     "reuse.calibration.training": ("N_TURNS", "Found"),
-    "reuse.fingerprint": ("LearnedFingerprint",),
     "reuse.calibration.risk_target": ("Growth", "RiskTarget"),
     "reuse.calibration.calibration": (
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),

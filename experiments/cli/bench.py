@@ -83,7 +83,10 @@ def _rows(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _row(kind: str, times: Mapping[str, Any], floor: float, ratio: Mapping[str, float] | None) -> Mapping[str, Any]:
     shown = {f"{which} ms": "" if times[which] is None else f"{times[which]:.3f}" for which in ("median", "p90", "p99")}
-    told = "" if ratio is None else f"{ratio['median']:.4f} ({' to '.join(f'{end:.4f}' for end in _ends(ratio))})"
+    told = ""
+    if ratio is not None:  # ends over rounds: 5th and 95th percentile of many, minimum and maximum of few
+        ends = ("p5", "p95") if "p5" in ratio else ("min", "max")
+        told = f"{ratio['median']:.4f} ({' to '.join(f'{ratio[end]:.4f}' for end in ends)})"
     return {
         "call": kind,
         **shown,
@@ -91,11 +94,6 @@ def _row(kind: str, times: Mapping[str, Any], floor: float, ratio: Mapping[str, 
         "of the floor": f"{times['median'] / floor:.1f}",
         "of no cache": told,
     }
-
-
-def _ends(ratio: Mapping[str, float]) -> tuple[float, float]:
-    """Return the ends of a ratio over rounds: 5th and 95th percentile of many rounds, minimum and maximum of few."""
-    return (ratio["p5"], ratio["p95"]) if "p5" in ratio else (ratio["min"], ratio["max"])
 
 
 def memory(

@@ -63,7 +63,7 @@ def _show_first(report: Mapping[str, Any], is_idle: bool) -> None:
 
 def _decoder(models_dir: Path) -> dict[str, Any] | None:
     """Run the second act; None if its model is not prepared."""
-    from experiments.measures.shared_prompt import run_shared_prompt
+    from experiments.measures.demo import run_shared_prompt
     from experiments.models.loading import FIGURES, SMOLLM2, load
 
     if not (models_dir / SMOLLM2 / FIGURES).is_file():

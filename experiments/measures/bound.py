@@ -62,12 +62,13 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
     rows = [row for part in parts for row in calibrate(experiment, rehearsal, part)]
     n_sources = _n_sources(experiment)
     figures = [_of_claim([row for row in rows if row["max_drop"] == drop]) for drop in experiment.max_drops]
+    n, arrival = len(workload.requests), experiment.arrival
     metrics = {
         **experiment.about(workload),
         "delta": experiment.config.delta,
-        "arrival": None if experiment.arrival is None else experiment.arrival.name,
+        "arrival": None if arrival is None else arrival.name,
         "n_sources": n_sources,
-        "n_population": _n_population(experiment, len(workload.requests)),
+        "n_population": n - n_sources if arrival is None else (arrival.n or n) - experiment.learn,
         "claims": figures,
         "summary": figures,
     }
@@ -82,13 +83,6 @@ def _rehearsed(settings: str, folders: Folders) -> Rehearsal:
 def _n_sources(experiment: Bound) -> int:
     """Return the number of requests outside the largest C: the same for all claims, so learning happens once."""
     return experiment.learn - max(n_tested(experiment.learn, risk_target) for risk_target in experiment.frozen_claims)
-
-
-def _n_population(experiment: Bound, n: int) -> int:
-    """Return the number of requests that define the true rates."""
-    if experiment.arrival is None:
-        return n - _n_sources(experiment)
-    return (experiment.arrival.n or n) - experiment.learn
 
 
 def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:

@@ -102,7 +102,8 @@ class Bench:
                 copy.deepcopy(plain), dynamic=False, backend=experiment.backend, **options
             ),
         }
-        self._caches = {end: self._wrap(copy.deepcopy(plain)) for end in ("", "_compiled")}
+        how = {"auto_bypass": False, "max_entries": experiment.entries, "device": BANKS[shape.banks]}
+        self._caches = {end: LLMCache.wrap(copy.deepcopy(plain), **how) for end in ("", "_compiled")}
         self._bucket = min(length for length in experiment.buckets if length >= shape.tokens)
         started = perf_counter()
         self._caches["_compiled"].compile(
@@ -112,11 +113,6 @@ class Bench:
         for end, cache in self._caches.items():
             self._models |= {f"miss{end}": cache.model, f"hit{end}": cache.model}
         self._stored: dict[str, Tensor] = {}
-
-    def _wrap(self, model: Any) -> LLMCache:
-        return LLMCache.wrap(
-            model, auto_bypass=False, max_entries=self._experiment.entries, device=BANKS[self._shape.banks]
-        )
 
     def measure(self) -> dict[str, Any]:
         with torch.inference_mode():  # a hit is of the request that the preceding miss stored

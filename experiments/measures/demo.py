@@ -1,18 +1,17 @@
-"""The first act of the demo: savings and cost of reuse, on the support desk's stream with all-MiniLM-L6-v2.
+"""The demo, on small real models with settings fixed in advance: savings and cost of reuse; then a decoder.
 
-The stream is shuffled: a bound holds for requests drawn like those it was measured on. The first requests fit a linear
-head on mean-pooled states. The others are served in whole passes, one after another and back to back, each cache cold
-at the start and with default settings (`experiments.measures.service`):
+First act: the support desk's stream, shuffled, with all-MiniLM-L6-v2. The first requests fit a linear head on
+mean-pooled states. The others are served in whole passes, back to back, each cache cold at the start:
 
     the model alone, exact repeats, tau, calibrated at each `max_drop`, the model alone
 
 Where ONNX Runtime is installed, two more settings have it behind the cache: exact repeats, and reuse with an int8 draft
-at the smallest `max_drop`.
+at the smallest `max_drop`. Calibrated reuse learns in its own pass from the first `LEARN` requests that it computes,
+and calibrates in a thread while later requests are served. Figures cover the requests after these, the same for every
+setting; `whole` covers the stream from its start. Speed-ups are relative to both passes of the model alone.
 
-All settings are fixed here in advance: tau is the paper's. Calibrated reuse learns in its own pass from the first
-`LEARN` requests that it computes, and calibrates in a thread while later requests are served. Figures cover the
-requests after these, the same for every setting; `whole` covers the stream from its start. Speed-ups are relative to
-both passes of the model alone: to their mean, and to each of them.
+Second act: users with one system prompt, and the time to each user's first token, from the prompt's token ids, storing
+included: the model alone, with `wrap`'s default cache, and alone again. Decoding is greedy.
 
 Sizes: N served requests.
 """
@@ -20,9 +19,13 @@ Sizes: N served requests.
 import random
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import yaml
+from torch import Tensor
 
 from experiments.data.labelled import made_requests
 from experiments.measures.service import CACHE, Pass, Server
@@ -34,13 +37,16 @@ from experiments.models.loading import Loaded
 from experiments.support.environment import describe
 from experiments.tasks.stream import Stream
 from experiments.tasks.workload import Workload
-from llmcache import CacheConfig, Calibration, ConfigError
+from llmcache import CacheConfig, Calibration, ConfigError, LLMCache
+from llmcache.generation import Generation, PromptCache, Sampling, generate
 
 PAPER_TAU = 0.85
 MAX_DROPS = (0.005, 0.01, 0.02)
 LEARN = 1200  # the smallest `max_drop` needs 1,196
 N_FIT = 600
 MAX_LENGTH = 128
+
+Taken = tuple[str, Pass, Calibration | None]  # name of a setting, its pass, and the calibration made in it
 
 
 def ways() -> dict[str, dict[str, Any]]:
@@ -72,9 +78,15 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
     )
     base, taken = _passes(workload)
     first = max(_learned_at(served) for name, served, _ in taken if "learn" in ways()[name])
-    rows = [_row(workload, base, *found, first, seed) for found in taken]
+    rows = [_row(workload, base, found, first, seed) for found in taken]
+    alone = {
+        "name": "no cache",
+        "accuracy": float(workload.after(first).scores(base[0].answers[first:]).mean()),
+        "latency_ms": percentiles(np.concatenate([one.ms[first:] for one in base])),
+        "seconds": [one.seconds for one in base],
+    }
     return {
-        "settings": [_nocache(workload, base, first), *rows],
+        "settings": [alone, *rows],
         "conclusion": conclude(rows),
         "n": n,
         "n_fit": N_FIT,
@@ -83,7 +95,7 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _passes(workload: Workload) -> tuple[list[Pass], list[tuple[str, Pass, Calibration | None]]]:
+def _passes(workload: Workload) -> tuple[list[Pass], list[Taken]]:
     """Return both passes of the model alone, and one pass per setting with the calibration made in it."""
     base, taken = [], []
     for number, (name, options) in enumerate(ways().items()):
@@ -106,25 +118,9 @@ def _learned_at(taken: Pass) -> int:
     return int(computed[LEARN - 1]) + 1
 
 
-def _nocache(workload: Workload, base: Sequence[Pass], first: int) -> dict[str, Any]:
-    return {
-        "name": "no cache",
-        "accuracy": float(workload.after(first).scores(base[0].answers[first:]).mean()),
-        "latency_ms": percentiles(np.concatenate([one.ms[first:] for one in base])),
-        "seconds": [one.seconds for one in base],
-    }
-
-
-def _row(
-    workload: Workload,
-    base: Sequence[Pass],
-    name: str,
-    taken: Pass,
-    calibration: Calibration | None,
-    first: int,
-    seed: int,
-) -> dict[str, Any]:
+def _row(workload: Workload, base: Sequence[Pass], found: Taken, first: int, seed: int) -> dict[str, Any]:
     """Return one row with a cache; `bound` is the calibration's bound on changed answers, None without one."""
+    name, taken, calibration = found
     chosen = None if calibration is None else calibration.chosen
     saved = np.cumsum(np.mean([one.ms for one in base], axis=0) - taken.ms)
     owed = np.flatnonzero(saved < 0)
@@ -183,3 +179,48 @@ def conclude(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["bound"] is not None and row["changed_answers"] > row["bound"]:
             said.append(f"{row['name']}: {changed}, more than its bound, which holds with a probability of 95 %.")
     return said
+
+
+_TEXTS: Mapping[str, list[str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+SYSTEM, QUESTIONS = "\n".join(_TEXTS["system"]), tuple(_TEXTS["questions"])
+MAX_NEW_TOKENS = 12
+
+
+def run_shared_prompt(loaded: Loaded) -> dict[str, Any]:
+    """Put every question to the model, without and with the cache; `speedup` covers the users after the first."""
+    prompts = PromptCache(loaded.tokenizer)
+    system = {"role": "system", "content": SYSTEM}
+    chats = [[system, {"role": "user", "content": question}] for question in QUESTIONS]
+    asked = [torch.tensor([prompts.encode(chat).ids]) for chat in chats]
+    generate(loaded.model, asked[0][:, :16], Sampling(max_new_tokens=2))  # the first call allocates memory
+    before = _answers(loaded, asked)
+    with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer):
+        cached = _answers(loaded, asked)
+    plain = list(zip(before, _answers(loaded, asked), strict=True))
+    users = [
+        {
+            "question": question,
+            "answer": loaded.tokenizer.decode(with_cache.tokens, skip_special_tokens=True).strip(),
+            "n_prompt": with_cache.n_prompt,
+            "n_prefix": with_cache.n_prefix,
+            "plain_ms": sum(map(_ttft_ms, without)) / len(without),
+            "cache_ms": _ttft_ms(with_cache),
+            "is_same": all(one.tokens == with_cache.tokens for one in without),
+        }
+        for question, without, with_cache in zip(QUESTIONS, plain, cached, strict=True)
+    ]
+    later = users[1:]
+    return {
+        "users": users,
+        "speedup": sum(user["plain_ms"] for user in later) / sum(user["cache_ms"] for user in later),
+        "n_same": sum(user["is_same"] for user in users),
+    }
+
+
+def _answers(loaded: Loaded, asked: list[Tensor]) -> list[Generation]:
+    return [generate(loaded.model, ids, Sampling(max_new_tokens=MAX_NEW_TOKENS)) for ids in asked]
+
+
+def _ttft_ms(generation: Generation) -> float:
+    assert generation.times is not None
+    return generation.times.ttft_s * 1e3

@@ -112,24 +112,10 @@ def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:
 def _row(
     experiment: Latency, folders: Folders, model: str, head: str, kept: str, batch_size: int, dtype: str, banks: str
 ) -> dict[str, Any]:
-    figures = latency.measure(
-        latency.Settings(
-            model=find(model, folders.models),
-            batch_size=batch_size,
-            seq_len=experiment.seq_len,
-            entries=experiment.entries[kept],
-            tau=experiment.tau,
-            rounds=experiment.rounds,
-            service_rounds=experiment.service_rounds,
-            block=experiment.block,
-            device=experiment.device,
-            banks=banks,
-            dtype=dtype,
-            seed=experiment.seed,
-            head=head,
-            **KEPT[kept],
-        )
-    )
+    same = ("seq_len", "tau", "rounds", "service_rounds", "block", "device", "seed")
+    settings = {name: getattr(experiment, name) for name in same} | {"entries": experiment.entries[kept], "head": head}
+    settings |= {"model": find(model, folders.models), "batch_size": batch_size, "banks": banks, "dtype": dtype}
+    figures = latency.measure(latency.Settings(**settings, **KEPT[kept]))
     medians = _medians(figures)
     blocks = figures["service"] or {f"{kind}_ms": None for kind in (*WITH, *WITHOUT)}
     return {
@@ -137,11 +123,7 @@ def _row(
         "head": head,
         "weights": figures["weights"],
         "kept": kept,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "banks": banks,
-        "clock": figures["clock"],
-        "seq_len": experiment.seq_len,
+        **{name: figures[name] for name in ("batch_size", "dtype", "banks", "clock", "seq_len")},
         "mixed_ms": None,  # a single row cannot be half hit
         **medians,
         **{f"service_{name}": median for name, median in _medians(blocks).items()},

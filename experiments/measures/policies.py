@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from experiments.data.streams.keys import Asked, KeyStream, asked
+from experiments.data.streams.traffic import Asked, KeyStream, asked
 from experiments.measures.base import Experiment, Outcome
-from experiments.replay.eviction import Found, most_hits, replay_blocks, replay_entries
-from experiments.replay.w_tinylfu import WTinyLFU
+from experiments.replay.eviction import Found, WTinyLFU, most_hits, replay_blocks, replay_entries
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from llmcache import POLICIES, Policy

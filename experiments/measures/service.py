@@ -225,7 +225,8 @@ def run_at_rates(experiment: SetRates, folders: Folders) -> Outcome:
     pool, n = server.stream, experiment.n
     if experiment.learn and len(pool.requests) < n:
         raise ConfigError(f"n={n}: {len(pool.requests)} requests follow those learned from; raise task.limit")
-    served = {claim: _share_served(server, claim) for claim in experiment.risk_targets if claim is not None}
+    chosen = {claim: server.learned(claim).chosen for claim in experiment.risk_targets if claim is not None}
+    served = {claim: 0.0 if found is None else found.hit_rate for claim, found in chosen.items()}
     rows, ways = [], []
     for rate in experiment.hit_rates:
         server.stream = pool.of(pool.requests[:n] if experiment.learn else _repeating(pool, rate, n, experiment.seed))
@@ -236,12 +237,6 @@ def run_at_rates(experiment: SetRates, folders: Folders) -> Outcome:
             rows += more
     server.cache.unwrap()
     return Outcome(rows, about(experiment, workload, n, ways))
-
-
-def _share_served(server: Server, risk_target: RiskTarget) -> float:
-    """Return the hit rate a calibration expects; 0 if it found no limit."""
-    chosen = server.learned(risk_target).chosen
-    return 0.0 if chosen is None else chosen.hit_rate
 
 
 def _repeating(pool: Workload, rate: float, n: int, seed: int) -> list[Request]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
 from llmcache.lab import CalibratedReuse, Doubles, Growth, Observation, OperatingPoint, RiskTarget, split
 
+Baseline = Literal["paper", "doccache", "exact_response", "semantic_response"]
 #: Losses at which a frontier is reported.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
 N_TIMED = 200  # lookups of the semantic response cache that are timed
@@ -53,12 +54,7 @@ class Trust(LearningExperiment):
     student: bool = True  # also measure the forecast alone, without neighbours, with frozen sources
     taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other methods
     # Other methods to compare with.
-    baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
-        "paper",
-        "doccache",
-        "exact_response",
-        "semantic_response",
-    )
+    baselines: tuple[Baseline, ...] = get_args(Baseline)
     encoder: str = "minilm"  # sentence encoder of the semantic response cache
 
     @property

@@ -81,8 +81,9 @@ class DocCache(Method):
 
     @property
     def nbytes(self) -> int:
-        kept = [[*document.inputs.values(), *_tensors(document.output)] for document in self._documents.kept]
-        return self._documents.nbytes + sum(int(tensor.nbytes) for tensors in kept for tensor in tensors)
+        held = (value for one in self._documents.kept for value in (*one.inputs.values(), *one.output.values()))
+        # K/V, which the head does not read, is no tensor.
+        return self._documents.nbytes + sum(int(value.nbytes) for value in held if isinstance(value, torch.Tensor))
 
     @property
     def n_entries(self) -> int:
@@ -94,11 +95,6 @@ class DocCache(Method):
         kept = ids[valid & ~torch.isin(ids, self._specials)]
         mean = self._words(kept).mean(dim=0) if len(kept) else torch.zeros(self._words.weight.shape[1])
         return unit(mean.float().numpy())
-
-
-def _tensors(output: Any) -> list[Any]:
-    """Return the tensors of a trunk output without K/V, which the head does not read."""
-    return [value for value in output.values() if isinstance(value, torch.Tensor)]
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -31,7 +31,8 @@ def prepare(order: Order, data: str) -> tuple[Loaded, dict[str, Any]]:
     torch.manual_seed(order.seed)
     base = load(order.base, "class", is_new_head=True, num_labels=len(labels), **names)
     schedule = Schedule(epochs=order.epochs or 6, batch_size=64, learning_rate=5e-4)
-    examples = [_example(base.tokenizer, request, labels) for request in seen]
+    cut = {"truncation": True, "max_length": MAX_LENGTH}
+    examples = [{**base.tokenizer(one.text, **cut), "labels": labels.index(one.label)} for one in seen]
     train(base.model, examples, Padding(base.tokenizer), schedule, order.folder, order.seed, data)
     commonest = Counter(request.label for request in seen).most_common(1)[0][0]
     return base, {
@@ -42,10 +43,6 @@ def prepare(order: Order, data: str) -> tuple[Loaded, dict[str, Any]]:
         "accuracy": _accuracy(base, labels, unseen),
         "commonest": sum(request.label == commonest for request in unseen) / len(unseen),
     }
-
-
-def _example(tokenizer: Any, request: Labelled, labels: Sequence[str]) -> dict[str, Any]:
-    return {**tokenizer(request.text, truncation=True, max_length=MAX_LENGTH), "labels": labels.index(request.label)}
 
 
 def _accuracy(model: Loaded, labels: Sequence[str], requests: Sequence[Labelled]) -> float:

@@ -40,7 +40,9 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
     figures: dict[str, Any] = {"n_train_tokens": blocks.size, "train_unk_rate": unk_rate(lines)}
     for split in ("validation", "test"):
         task = WikiText(loaded, read_wikitext(split, order.data_dir), BLOCK, order.limit, None)
-        figures[split] = {**_evaluate(task), "unk_rate": task.facts["unk_rate"], "unigram": unigram(ids, task)}
+        told = task.answer_all("Reading")
+        own = {"accuracy": float(task.scores(told).mean()), **task.extras(told)}
+        figures[split] = {**own, "unk_rate": task.facts["unk_rate"], "unigram": unigram(ids, task)}
     return loaded, figures
 
 
@@ -93,8 +95,3 @@ def unigram(ids: NDArray[np.int64], task: WikiText) -> dict[str, float]:
     total = sum(counts.values()) + size  # add-one smoothing, so that no token is impossible
     nll = -np.log([(counts[token] + 1) / total for token in targets.tolist()])
     return {"accuracy": float((targets == frequent).mean()), "perplexity": float(np.exp(nll.mean()))}
-
-
-def _evaluate(task: WikiText) -> dict[str, float | None]:
-    told = task.answer_all("Reading")
-    return {"accuracy": float(task.scores(told).mean()), **task.extras(told)}

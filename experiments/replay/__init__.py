@@ -3,5 +3,5 @@
 task -> recording   states, outputs and answers of one pass
      -> replay      hits and answers at many thresholds, or at one chosen in advance
      -> rehearsal   calibrated reuse, replayed many times
-keys -> eviction    hits of each policy, and the most that any can get (w_tinylfu: a reference policy)
+keys -> eviction    hits of each policy, and the most that any can get
 """

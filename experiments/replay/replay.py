@@ -71,7 +71,15 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
             if not vectors[i].any():
                 served[:, i] = BYPASSED
             elif begin and units.request[i] >= units.first_searched:
-                _find_near(units, i, begin, stored, limits, source, nearest, served)
+                usable = stored[:, :begin]
+                if units.lengths is not None:
+                    usable = usable & (units.lengths[:begin] == units.lengths[i])
+                similarity = np.where(usable, units.compare(vectors[:begin], vectors[i]), -np.inf)
+                best = similarity.argmax(axis=1)
+                found = similarity[np.arange(k), best]
+                nearest[:, i] = np.where(np.isfinite(found), found, np.nan)
+                is_near = found >= limits
+                source[is_near, i], served[is_near, i] = best[is_near], "near"
             if units.keys is not None and units.request[i] >= units.first_searched:
                 for earlier in seen.get(units.keys[i], []):  # the latest stored unit serves
                     source[stored[:, earlier], i], served[stored[:, earlier], i] = earlier, "exact"
@@ -80,28 +88,6 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
             if units.keys is not None:
                 seen.setdefault(units.keys[i], []).append(i)
     return [Replay(served[row], source[row], nearest[row]) for row in range(k)]
-
-
-def _find_near(
-    units: Units,
-    i: int,
-    begin: int,
-    stored: NDArray[np.bool_],
-    limits: Floats,
-    source: NDArray[np.int64],
-    nearest: Floats,
-    served: NDArray[np.str_],
-) -> None:
-    """Fill in unit `i`'s nearest stored unit among those before `begin`, at each threshold."""
-    usable = stored[:, :begin]
-    if units.lengths is not None:
-        usable = usable & (units.lengths[:begin] == units.lengths[i])
-    similarity = np.where(usable, units.compare(units.vectors[:begin], units.vectors[i]), -np.inf)
-    best = similarity.argmax(axis=1)
-    found = similarity[np.arange(len(limits)), best]
-    nearest[:, i] = np.where(np.isfinite(found), found, np.nan)
-    is_near = found >= limits
-    source[is_near, i], served[is_near, i] = best[is_near], "near"
 
 
 def _groups(request: NDArray[np.int64]) -> list[tuple[int, int]]:

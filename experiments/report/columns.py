@@ -255,7 +255,9 @@ SOAKED: Mapping[str, Cell] = {
     "failed": of(count, "n_failed"),
     "p99 of accepted / queue limit, ms": lambda row: f"{number(row['p99_ms'])} / {number(1e3 * row['max_queue_s'], 0)}",
     "most waiting": of(number, "waiting_max", 0),
-    "memory when warm / at the end, MB": lambda row: f"{row['rss_warm_mb']:,.0f} / {row['rss_end_mb']:,.0f}",
+    "memory when warm / at the end, MB": lambda row: " / ".join(
+        number(row[f"rss_{when}_mb"], 0) for when in ("warm", "end")
+    ),
     "hits": of(percent, "hit_rate"),
     "checked": of(count, "n_checked"),
     "unequal": of(count, "n_unequal"),

@@ -12,7 +12,7 @@ from experiments.metrics.frontier import of_curve
 from experiments.report import tables
 from experiments.report.columns import NAMES
 from experiments.report.markdown import percent
-from experiments.report.trust import WAYS, chosen, drops_of
+from experiments.report.tables import WAYS, chosen, drops_of
 from experiments.runs.read import Figures, Run, at, by_size, grouped, label_of, read_runs, varied
 from llmcache import ConfigError
 from llmcache.cli.output import naming
@@ -157,7 +157,7 @@ def bound(runs: Sequence[Run]) -> Any:
 
 def prefixes(runs: Sequence[Run]) -> Any:
     """Time to first token by the share of the prompt that is known: llmcache and a ready K/V cache."""
-    rows = tables.rows_of(runs, tables.SUMMARY)
+    rows = [row for row in tables.rows_of(runs, tables.SUMMARY) if row["n_known"] is not None]  # else it was not run
     models = list(dict.fromkeys((row["model"], row["length"]) for row in rows))
     figure, panels = _panels(len(models), width=2.4)
     for axes, (model, length) in zip(panels, models, strict=True):

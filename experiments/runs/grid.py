@@ -85,7 +85,7 @@ def _set(values: dict[str, Any], change: str) -> None:
 def _is_of_task(key: str, tasks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are tasks and the key is a setting of all of them."""
     known = ((task, TASKS.get(str(task.get("name")))) for task in tasks)
-    return bool(tasks) and all(key in task or (kind and key in kind.settings.model_fields) for task, kind in known)
+    return bool(tasks) and all(key in task or (kind and key in kind.model_fields) for task, kind in known)
 
 
 def _mappings(value: Any) -> list[dict[str, Any]]:

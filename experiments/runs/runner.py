@@ -111,16 +111,15 @@ def _lines(value: Any, indent: str = "") -> str:
         return line
     deeper = f"{indent}  "
     if isinstance(value, Mapping):
-        parts = [f"{_key(name)}: {_lines(part, deeper)}" for name, part in value.items()]
+        names = (name if isinstance(name, str) else json.dumps(name) for name in value)
+        parts = [
+            f"{json.dumps(name)}: {_lines(part, deeper)}" for name, part in zip(names, value.values(), strict=True)
+        ]
     else:
         parts = [_lines(part, deeper) for part in value]
     opening, closing = "{}" if isinstance(value, Mapping) else "[]"
     inner = ",\n".join(f"{deeper}{part}" for part in parts)
     return f"{opening}\n{inner}\n{indent}{closing}"
-
-
-def _key(name: Any) -> str:
-    return json.dumps(name if isinstance(name, str) else json.dumps(name))
 
 
 def _csv(rows: Sequence[Row]) -> str:

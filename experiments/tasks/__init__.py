@@ -3,30 +3,22 @@
 settings -> Workload   a model, requests in order, how answers are read and scored
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.models.loading import UNTRAINED, find, prepared_figures
 from experiments.support.files import Folders
 from experiments.support.section import Section, choose
-from experiments.tasks import held_out, openbookqa, prompts, squad_v2, stream, wikitext
-from experiments.tasks.workload import Workload
+from experiments.tasks import openbookqa, prompts, squad_v2, stream, wikitext
+from experiments.tasks.workload import TaskSettings, Workload
 
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    settings: type[Section]
-    build: Callable[[Any, Folders, int], Workload]  # `(settings, folders, seed) -> workload`
-
-
-TASKS: Mapping[str, Task] = {
-    "stream": Task(stream.Settings, stream.build),
-    "held_out": Task(held_out.Settings, held_out.build),
-    "squad_v2": Task(squad_v2.Settings, squad_v2.build),
-    "wikitext": Task(wikitext.Settings, wikitext.build),
-    "openbookqa": Task(openbookqa.Settings, openbookqa.build),
-    "prompts": Task(prompts.Settings, prompts.build),
+TASKS: Mapping[str, type[TaskSettings]] = {
+    "stream": stream.Settings,
+    "held_out": stream.HeldOut,
+    "squad_v2": squad_v2.Settings,
+    "wikitext": wikitext.Settings,
+    "openbookqa": openbookqa.Settings,
+    "prompts": prompts.Settings,
 }
 
 
@@ -35,14 +27,14 @@ def make_task(values: Any, key: str = "task") -> Section:
     if isinstance(values, Section):
         return values
     task, rest = choose(TASKS, values, "name", key)
-    settings: Section = task.settings.make({"name": values["name"], **rest}, key)
+    settings: Section = task.make({"name": values["name"], **rest}, key)
     return settings
 
 
 def build(settings: Any, folders: Folders, seed: int) -> Workload:
     if settings.model != UNTRAINED:
         find(settings.model, folders.models)  # report an unprepared model before fetching data
-    workload = TASKS[settings.name].build(settings, folders, seed)
+    workload = settings.build(folders, seed)
     if settings.model == UNTRAINED:
         workload.facts["weights"] = "random"
     elif figures := prepared_figures(settings.model, folders.models):

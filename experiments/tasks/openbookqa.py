@@ -21,13 +21,12 @@ class Settings(OfficialSettings):
     name: Literal["openbookqa"]
     max_length: int = Field(default=64, ge=8)  # most tokens per row: question and one choice
 
-
-def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
-    is_made = settings.data == "made"
-    questions = make_choices(seed) if is_made else read_openbookqa("test", folders.data)
-    loaded = load(settings.model, "choice", folders.models)
-    check_length(loaded, settings.max_length)
-    return OpenBookQA(loaded, questions[: settings.limit], settings.max_length)
+    def build(self, folders: Folders, seed: int) -> "OpenBookQA":
+        is_made = self.data == "made"
+        questions = make_choices(seed) if is_made else read_openbookqa("test", folders.data)
+        loaded = load(self.model, "choice", folders.models)
+        check_length(loaded, self.max_length)
+        return OpenBookQA(loaded, questions[: self.limit], self.max_length)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from experiments.data.made import make_lines
 from experiments.data.published import read_wikitext
 from experiments.data.source import find_file
-from experiments.data.streams.prompts import STREAMS, Pieces, Prompt, StreamSettings, known_tokens, make_stream
+from experiments.data.streams.prompts import Pieces, Prompt, StreamSettings, known_tokens, make_stream
 from experiments.models.architectures import ARCHITECTURES, Dtype, random_model
 from experiments.models.loading import Loaded, check_length, find, load
 from experiments.support.files import Folders
@@ -40,26 +40,25 @@ class Settings(OfficialSettings):
         known: StreamSettings = self.stream
         return known.name
 
+    def build(self, folders: Folders, seed: int) -> "Prompts":
+        source = find(self.model, folders.models)
+        is_random = source in ARCHITECTURES
+        if is_random:
+            loaded = Loaded(random_model(source, seed, "token"), _gpt2_tokenizer(folders))
+        else:
+            loaded = load(self.model, "token", folders.models)
+        loaded.model.to(getattr(torch, self.dtype))
+        lines = make_lines(seed) if self.data == "made" else read_wikitext("test", folders.data)
+        ids = loaded.tokenizer("\n".join(lines), add_special_tokens=False, verbose=False)["input_ids"]
+        prompts = self.stream.draw(Pieces(ids, seed), folders, seed)
+        return Prompts(loaded, prompts[: self.limit], "random" if is_random else Path(source).name)
+
 
 def of(settings: Any, folders: Folders, seed: int) -> "Prompts":
     """Build the workload of an experiment that requires this task."""
     if not isinstance(settings, Settings):
         raise ConfigError(f"task.name: this measure asks prompts; give the task prompts (got {settings.name!r})")
-    return build(settings, folders, seed)
-
-
-def build(settings: Settings, folders: Folders, seed: int) -> "Prompts":
-    source = find(settings.model, folders.models)
-    is_random = source in ARCHITECTURES
-    if is_random:
-        loaded = Loaded(random_model(source, seed, "token"), _gpt2_tokenizer(folders))
-    else:
-        loaded = load(settings.model, "token", folders.models)
-    loaded.model.to(getattr(torch, settings.dtype))
-    lines = make_lines(seed) if settings.data == "made" else read_wikitext("test", folders.data)
-    ids = loaded.tokenizer("\n".join(lines), add_special_tokens=False, verbose=False)["input_ids"]
-    prompts = STREAMS[settings.stream.name].draw(settings.stream, Pieces(ids, seed), folders, seed)
-    return Prompts(loaded, prompts[: settings.limit], "random" if is_random else Path(source).name)
+    return settings.build(folders, seed)
 
 
 def _gpt2_tokenizer(folders: Folders) -> Any:

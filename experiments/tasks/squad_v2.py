@@ -84,16 +84,15 @@ class Settings(OfficialSettings):
     # Take every n-th passage, with all its questions: a sample from all articles, in order.
     every: int = Field(default=1, ge=1)
 
-
-def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
-    is_made = settings.data == "made"
-    questions = make_questions(seed) if is_made else read_squad("validation", folders.data)
-    loaded = load(settings.model, "span", folders.models)
-    check_length(loaded, settings.max_length)
-    asked = _sample(questions, settings.every)[: settings.limit]
-    workload = SquadV2(loaded, asked, settings.max_length)
-    workload.facts |= {"n_all": len(questions), "n_articles": len({question.title for question in asked})}
-    return workload
+    def build(self, folders: Folders, seed: int) -> "SquadV2":
+        is_made = self.data == "made"
+        questions = make_questions(seed) if is_made else read_squad("validation", folders.data)
+        loaded = load(self.model, "span", folders.models)
+        check_length(loaded, self.max_length)
+        asked = _sample(questions, self.every)[: self.limit]
+        workload = SquadV2(loaded, asked, self.max_length)
+        workload.facts |= {"n_all": len(questions), "n_articles": len({question.title for question in asked})}
+        return workload
 
 
 def _sample(questions: Sequence[Question], every: int) -> list[Question]:

@@ -1,11 +1,14 @@
-"""Task `stream`: labelled requests, one by one; the answer is a label.
+"""Tasks `stream` and `held_out`: labelled requests, one by one; the answer is a label.
 
-labelled data -> a seeded part fits the head -> the rest is the stream
+    stream     a seeded part of all data fits the head, the rest is streamed
+    held_out   a seeded half of the first file, published for training, fits the head; the other half and the other
+               files are streamed whole
 
 Sizes: N requests.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from experiments.data.labelled import SETS, Data, Labelled, read_requests, split
-from experiments.data.streams.traffic import Traffic, draw
+from experiments.data.streams.traffic import Arrival, Traffic, arrange, draw
 from experiments.models.heads import Classifier, Head, fit_logistic, ready
 from experiments.models.loading import check_length, encode, load, prepared_figures
 from experiments.support.files import Folders
@@ -36,12 +39,15 @@ class Settings(TaskSettings):
         is_part = len(self.data.path) > 1 or first.stem == "train"
         return first.parent.name or self.name if is_part else first.stem
 
+    def build(self, folders: Folders, seed: int) -> "Stream":
+        check_unseen(self, prepared_figures(self.model, folders.models) or {}, seed)
+        data = read_requests(self.data, folders.data, seed)
+        fit, requests = split(data, self.head.fit_share, seed) if self.head.fit_share else ([], data)
+        requests = (draw(requests, self.traffic) if self.traffic else requests)[: self.limit]
+        return _with_head(self, folders, fit, requests)
 
-def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
-    check_unseen(settings, prepared_figures(settings.model, folders.models) or {}, seed)
-    data = read_requests(settings.data, folders.data, seed)
-    fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
-    requests = (draw(requests, settings.traffic) if settings.traffic else requests)[: settings.limit]
+
+def _with_head(settings: Settings, folders: Folders, fit: Sequence[Labelled], requests: Sequence[Labelled]) -> "Stream":
     is_ready = settings.head.kind == "ready"
     loaded = load(settings.model, "class" if is_ready else "states", folders.models)
     check_length(loaded, settings.max_length)
@@ -106,3 +112,51 @@ class Stream(Workload):
 
     def show(self, answer: int) -> str:
         return self._labels[answer]
+
+
+class HeldOut(Settings):
+    """Settings of the task: those of `stream`, with a head that is fitted here.
+
+    `head.fit_share` is a share of the first file. `data.order` sets the order within the first file and the others.
+    """
+
+    name: Literal["held_out"]  # type: ignore[assignment]
+    # Order and repeats of requests; None: the order of `data.order`.
+    arrival: Arrival | None = None
+    # Repeat each text until it has `max_length` tokens: rows as long as documents, on data of short requests.
+    is_filled: bool = False
+
+    @property
+    def title(self) -> str:
+        """Name of the data, and of the arrival of requests."""
+        return super().title if self.arrival is None else f"{super().title}-{self.arrival.name}"
+
+    def check(self) -> None:
+        super().check()
+        if self.head.kind != "logistic" or self.traffic is not None:
+            raise ConfigError(
+                "name: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "
+                "take the task stream"
+            )
+
+    def build(self, folders: Folders, seed: int) -> Stream:
+        return _with_head(self, folders, *divide(self, folders, seed))
+
+
+def divide(settings: HeldOut, folders: Folders, seed: int) -> tuple[list[Labelled], list[Labelled]]:
+    """Return the requests known beforehand, a seeded half of the first file, and the streamed ones."""
+    data = read_requests(settings.data, folders.data, seed)
+    known, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
+    seen = {record.id for record in known}
+    rest = [record for record in data if record.id not in seen]
+    if settings.arrival is not None:
+        rest = arrange(rest, lambda record: record.label, settings.arrival, seed)
+    rest = rest[: settings.limit]
+    if settings.is_filled:  # a word has at least one token, and longer texts are cut
+        known, rest = ([_filled(one, settings.max_length) for one in part] for part in (known, rest))
+    return known, rest
+
+
+def _filled(record: Labelled, n_tokens: int) -> Labelled:
+    n_words = max(1, len(record.text.split()))
+    return replace(record, text=" ".join([record.text] * (n_tokens // n_words + 1)))

@@ -57,13 +57,12 @@ class Settings(OfficialSettings):
     def title(self) -> str:
         return "wikitext" if self.repeats is None else "wikitext-repeats"
 
-
-def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
-    lines = make_lines(seed) if settings.data == "made" else read_wikitext("test", folders.data)
-    loaded = load(settings.model, "token", folders.models)
-    loaded.model.config.use_cache = False  # a window is read once, so its K/V would never be used
-    check_length(loaded, settings.window)
-    return WikiText(loaded, lines, settings.window, settings.limit, settings.repeats)
+    def build(self, folders: Folders, seed: int) -> "WikiText":
+        lines = make_lines(seed) if self.data == "made" else read_wikitext("test", folders.data)
+        loaded = load(self.model, "token", folders.models)
+        loaded.model.config.use_cache = False  # a window is read once, so its K/V would never be used
+        check_length(loaded, self.window)
+        return WikiText(loaded, lines, self.window, self.limit, self.repeats)
 
 
 class WikiText(Workload):

@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import nn
 
 from experiments.models.loading import Inputs
+from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import Section
 
@@ -32,6 +33,9 @@ class TaskSettings(Section):
     def title(self) -> str:
         """Name of the task in results."""
         return self.name
+
+    def build(self, folders: Folders, seed: int) -> "Workload":
+        raise NotImplementedError
 
 
 class OfficialSettings(TaskSettings):

@@ -25,7 +25,7 @@ from experiments.runs.runner import RunFolder
 from experiments.support.files import Folders, held
 from experiments.tasks import TASKS, build
 from llmcache import LLMCache
-from tests.experiments.helpers import TASK, Commands, learning
+from tests.experiments.helpers import LEARN, TASK, Commands, learning
 from tests.tiny_models import CLASSIFIERS, GENERATORS, save_bert
 from tests.tiny_models import build as build_model
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 DATA = {"path": ["part0.jsonl", "part1.jsonl"], "text": "question", "label": "intent"}
 STREAM = {"name": "stream", "model": UNTRAINED, "data": DATA}
 RUN = {"measure": "serve", "task": STREAM, "methods": [{"method": "llmcache", "tau": 0.8}], "rounds": 1, "warmup": 0}
-TRUST = learning("trust", seed=[0, 3], task=TASK | {"limit": None}, learn=240, taus=[0.9])
+TRUST = learning("trust", seed=[0, 3], task=TASK | {"limit": None}, taus=[0.9])
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_results_are_the_same_wherever_data_lie_and_a_grid_runs_once_a_point(
     assert command("run", config, "--force") == 0
     assert "measured: " in command.out and results() == [folder]
     assert command("report", config) == 0 and "REPORT.md and 0 pictures" in command.out
-    text = Path("results/REPORT.md").read_text()
+    text, shown = Path("results/REPORT.md").read_text(), figures(folder)["methods"]["llmcache-tau=0.8"]
     assert "## tiny_stream\n" in text and f"| {shown['speedup']:.2f} (" in text
     refused = command.refused("report", config, "--set", "seed=1")
     assert "no results with the settings of these files, but 1 with others" in refused
@@ -174,7 +174,7 @@ def test_a_calibration_is_shown_kept_and_saved(config: Path, command: Commands) 
     workload = build(load_experiments("trust.yaml")[0].experiment.task, Folders(), 0)
     with LLMCache.load(workload.module, "saved", tokenizer=workload.tokenizer) as cache:
         assert cache.calibration is not None and cache.calibration.is_certified
-        for request in workload.requests[240:280]:
+        for request in workload.requests[LEARN : LEARN + 40]:
             cache(**request.inputs)
         assert cache.stats().hits["semantic"]
 
@@ -236,6 +236,7 @@ def set_to(change: str) -> list[str]:
         (["calibrate", "trust.yaml", "--save", "x", "--set", "max_drops=[0.2, 0.3]"], "--save keeps one calibration: "),
         (["bench", "latency", "--model", "nowhere"], "bert-base"),
         (["bench", "latency", "--device", "cuda:99"], "(got 'cuda:99')"),
+        (["bench", "latency", "--json", "none/figures.json"], "folder that exists"),
         (["bench", "memory", "--width", "20"], "multiple of 8"),
         (["bench", "memory", "--seq-len", "1000"], "at most 512"),
         (["prepare", "minilm-snips", "no-such"], "recipe: 'no-such' is not known; known: minilm-squad_v2, "),

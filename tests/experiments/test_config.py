@@ -66,6 +66,7 @@ def test_set_reaches_sections_of_a_task_and_every_mapping_of_a_list(tmp_path: Pa
         ({}, ["task.data.labl=x"], "task.data.labl: unknown setting; did you mean 'label'[?] known: path"),
         ({}, ["task.data={}"], "task.data.path: missing"),
         ({}, ["task.data.path=[]"], r"task.data.path: .*got \(\)|task.data.path: .*got \[\]"),
+        ({"methods": "llmcache"}, [], r"methods: give a list of at least one method \(got 'llmcache'\)"),
         ({"methods": []}, [], "methods: give a list of at least one method"),
         ({"methods": [{"tau": 0.9}]}, [], r"methods\[0\].method: missing; known: nocache, llmcache, doccache"),
         ({"methods": [{"method": "llmcache", "tau": 1.5}]}, [], r"methods\[0\].tau: tau is a .*cosine.*got 1.5"),

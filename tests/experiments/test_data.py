@@ -90,6 +90,8 @@ def test_known_sets_by_name(name: str, files: Mapping[str, str], last: int, tmp_
     ("name", "content", "error"),
     [
         ("a.csv", "txt,label\na,x\n", "data.text: .*a.csv, line 2 has no column 'text'; .*'txt', 'label'"),
+        ("a.csv", "text,label\n", "no records, so there is nothing to stream"),
+        ("a.tsv", "text,label\na,x\n", r"a.tsv, line 2 has no column 'text'; columns found: 'text,label'"),
         ("a.jsonl", "[1]\n", r"line 1: expected an object with its columns \(got \[1\]\)"),
         ("a.csv", 'text,label\na,x\n"to be or,x\nb,y\n', r"a.csv: not a CSV file \(unexpected end of data"),
         ("a.csv", "été".encode("latin-1"), r"a.csv: not UTF-8 text \("),

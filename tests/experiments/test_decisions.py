@@ -41,6 +41,7 @@ EQUAL = "0 of them far from the limit"
         (0, {"served": "s-se"}, 1, "hits 3, 3, 1 differ, 1 of them far"),  # another answer
         (0, {"served": "s---"}, 1, "hits 3, 1, 2 differ, 1 of them far"),  # an exact repeat has no risk
         (1, {"served": "s-ss"}, 1, "some 0.01 growing: limit 0.2000000, 0.2000000; hits 2, 3, 1 differ, 1 of them far"),
+        (None, {"cpu": "another one"}, 2, "another processor or with other versions (this one, torch 2)"),
         (None, {"versions": {"torch": "3"}}, 2, "another processor or with other versions (this one, torch 2)"),
         (None, {"outputs": "0b"}, 2, "git worktree add build/old abc\n"),
         (None, {"n": 7}, 2, "some: n is 4 in one record and 7 in the other"),

@@ -13,6 +13,7 @@ import yaml
 
 from experiments.data.streams.prompts import BLOCK
 from experiments.measures import MEASURES
+from experiments.measures import engines as engine_ways
 from experiments.measures import ray_replicas as replicas
 from experiments.measures import serve_load as load
 from experiments.measures.harness import WITH, WITHOUT
@@ -72,6 +73,23 @@ class StandIn:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+class Exported:
+    """Stands in for exported models, which test_tasks has: PyTorch's own, by the path of the graph."""
+
+    def __init__(self) -> None:
+        self.of: dict[Path, Any] = {}
+
+    def export(self, module: Any, inputs: Any, path: Path) -> Path:
+        self.of[path] = module
+        path.write_bytes(bytes(4000))
+        return path
+
+    def quantise(self, graph: Path, path: Path) -> Path:
+        self.of[path] = self.of[graph]
+        path.write_bytes(bytes(1000))
+        return path
 
 
 def serve(rows: Rows, metrics: Any) -> None:
@@ -169,12 +187,11 @@ def set_rates(rows: Rows, metrics: Any) -> None:
 def engines(rows: Rows, metrics: Any) -> None:
     ways = {way["way"]: way for way in metrics["ways"]}
     assert [row["way"] for row in rows] == ["eager", *ways] == ["eager", *SETTINGS["engines"]["ways"]]
-    assert ways["onnxruntime"]["changed_answers"] == 0 < ways["reuse"]["engine"]["n_requests"]
-    assert {name for name in ways if ways[name]["bound"] is not None} <= {"reuse", "draft"}
-    assert "semantic" not in ways["draft"]["hits_by_rung"] and "draft" not in ways["reuse"]["hits_by_rung"]
+    assert ways["onnxruntime"]["changed_answers"] == 0 < ways["all"]["engine"]["n_requests"]
+    assert {name for name in ways if ways[name]["bound"] is not None} <= {"draft", "all"}
+    assert "semantic" not in ways["draft"]["hits_by_rung"] and ways["semantic"]["cache_mb"] > 0
     mb = {name: way["weights_mb"] for name, way in ways.items()}
-    assert mb["int8"] < mb["onnxruntime"] < mb["reuse"] < mb["draft"]
-    assert ways["semantic"]["cache_mb"] > 0 == ways["eager"]["cache_mb"]
+    assert mb["int8"] < mb["onnxruntime"] < mb["draft"] == mb["all"] and ways["eager"]["cache_mb"] == 0
 
 
 def engine_parity(rows: Rows, metrics: Any) -> None:
@@ -198,6 +215,7 @@ def ray_replicas(rows: Rows, metrics: Any) -> None:
     before, missing, after, _ = metrics["points"]
     assert [point["phase"] for point in metrics["points"]] == list(PHASES) and metrics["n_kills"] == 1
     assert missing["n"] > 0 < metrics["missing_s"] and not any(point["n_wrong"] for point in metrics["points"])
+    assert max(row["n_tries"] for row in rows) > 1  # what failed is asked again
     assert before["n_failed_in_hands"] > 0 == before["n_failed_others"] == after["n_lost"] and after["hit_rate"] == 1
 
 
@@ -240,7 +258,7 @@ def prefix_limit(rows: Rows, metrics: Any) -> None:
 
 def store_faults(rows: Rows, metrics: Any) -> None:
     *kinds, total = metrics["summary"]
-    assert total["n"] == 10 == sum(row["n"] for row in kinds) and total["hits"] > 0 < metrics["n_read"]
+    assert total["n"] == 5 == sum(row["n"] for row in kinds) and total["hits"] > 0 < metrics["n_read"]
     assert (total["wrong"], total["stale"], total["crashed"]) == (0, 0, 0)
 
 
@@ -271,9 +289,13 @@ CHECKS: dict[str, Callable[[Rows, Any], None]] = {
 
 
 @pytest.fixture(autouse=True)
-def _few_requests_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def _stand_ins_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "LEAST", 20)
     monkeypatch.setattr(replicas, "running_replicas", lambda settings, n: closing(StandIn(settings)))
+    exported = Exported()
+    for name in ("export", "quantise"):
+        monkeypatch.setattr(engine_ways, name, getattr(exported, name))
+    monkeypatch.setattr(engine_ways, "OnnxModel", exported.of.__getitem__)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -307,12 +329,8 @@ def test_every_measure_is_tried() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "error"),
     [
-        *(
-            (one, {"max_drops": [0.001]}, "learn=150: 150 requests cannot show")
-            for one in ("trust", "bound", "service")
-        ),
+        ("trust", {"max_drops": [0.001]}, "learn=150: 150 requests cannot show"),
         ("trust", {"cache": {"delta": 2}}, "cache.delta"),
-        ("trust", {"sources": ["thawed"]}, "sources"),
         ("trust", {"task": TASK | {"limit": LEARN}}, "learn=150: the stream has 150 requests; learn from fewer"),
         ("bound", {"arrival": {"name": "repeats", "n": 150}}, "arrival.n=150: nothing would follow"),
         ("engines", {"ways": ["eager", "int8"]}, "ways: .* with eager and onnxruntime"),
@@ -323,7 +341,6 @@ def test_every_measure_is_tried() -> None:
         ("serve_soak", {"task": TASK | {"data": {"path": "a.csv"}}}, "task.data.path: .*a stream without an end"),
         ("latency", {"kept": ["everything"]}, "kept: 'everything' is not known; known: as the paper"),
         ("latency", {"batch_sizes": [17]}, "entries: 'as the paper' needs 68 or more"),
-        ("latency", {"dtypes": ["float64"]}, r"dtypes\.0: .*'float32' or 'bfloat16'"),
         ("latency", {"device": "abacus"}, r"device: .*\(got 'abacus'\)"),
         ("latency", {"models": ["nowhere"]}, "model: nowhere is none of bert-base, distilbert, gpt2"),
         ("latency", {"seq_len": 129}, r"seq_len: .*at most 128 tokens \(got 129\)"),

@@ -72,7 +72,7 @@ def test_the_largest_rate_is_found_by_doubling_and_by_halves() -> None:
 def test_hits_are_those_between_two_looks() -> None:
     text = 'llmcache_requests_total{model_name="a b",rung="computed"} %s\nllmcache_requests_total{rung="exact"} %s\n'
     before, after = parse(text % (10, 5)), parse(f"# some\n{text % (12, 11)}")
-    assert hits(before, after) == {"hit_rate": 0.75} and hits({}, {}) == {"hit_rate": None}
+    assert hits(before, after) == {"hit_rate": 0.75} and hits([], []) == {"hit_rate": None}
     assert total(after, "llmcache_requests_total") == 23 and total(after, "llmcache") is None
 
 

@@ -88,6 +88,7 @@ def test_a_prepared_classifier_is_asked_the_other_half(make: Prepare, data: Path
 
     assert sorted(asked(limit=24, order="shuffled")) == sorted(request.text for request in unseen)
     for other, error in (
+        ({"limit": 24, "seed": 1}, r" seed=0 \(got 1\)$"),
         ({"limit": 8, "fit_share": 0.0}, r" with data.limit=24 \(got 8\), head.fit_share=0.5 \(got 0.0\)$"),
         ({"limit": 24, "path": ["snips/train.seq.in"]}, r" with data.path=snips \(got snips/train.seq.in\)$"),
     ):
@@ -133,6 +134,8 @@ def test_an_interrupted_training_goes_on_to_the_same_model(
     steps.clear()
     last = 0
     assert make(recipe, *again) == 0
+    figures: Any = prepared_figures(recipe, models / "again")
+    assert figures["chance"] == 1 / 4 and 0 <= figures["test"] <= 1 and figures["n_train"] == 24
     found = load(recipe, "choice", models / "again").model.state_dict()
     assert steps[0] == 3 and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.data.streams.keys import BYTES, Asked
+from experiments.data.streams.traffic import BYTES, Asked
 from experiments.methods.cached import serve_from
-from experiments.replay.eviction import most_hits, replay_blocks, replay_entries
+from experiments.replay.eviction import WTinyLFU, most_hits, replay_blocks, replay_entries
 from experiments.replay.rehearsal import Frozen, Rehearsal, empty, grow
 from experiments.replay.replay import Units, choose_threshold, serve
 from experiments.replay.student import Student
-from experiments.replay.w_tinylfu import WTinyLFU
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
 from llmcache import POLICIES, ConfigError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.report import trust
+from experiments.report import tables
 from experiments.report.claims import CLAIMS, judge
 from experiments.report.claims.rules import Judgement, Verdict
 from experiments.report.markdown import MISSING
@@ -173,10 +173,10 @@ def test_what_was_not_measured_is_marked(tmp_path: Path, monkeypatch: pytest.Mon
     runs = [run(f"trust_{task}", "trust", task=task, calibrated=[row], points=[]) for task in streams.STREAMS]
     for one in runs:
         write(tmp_path, one)
-    told = trust.ways(runs)
+    told = tables.ways(runs)
     assert "| 50.0 % | 2.00 % |" in told and f"| DocCache | {MISSING} |  |" in told
-    assert trust.calibrated(runs).count(f"| {MISSING} |  |  |") == 3  # growing sources
-    assert trust.errors(runs).count(MISSING) == 9 and trust.hindsight(runs).count(MISSING) == 36
+    assert tables.calibrated(runs).count(f"| {MISSING} |  |  |") == 3  # growing sources
+    assert tables.errors(runs).count(MISSING) == 9 and tables.hindsight(runs).count(MISSING) == 36
     assert streams.time_order(tmp_path).count(MISSING) == 13  # snips is not served live in time order
     assert (streams.service(tmp_path).count(MISSING), streams.rates(tmp_path).count(MISSING)) == (8, 3)
     assert f"| `serve_load` | {MISSING} |" in TABLES["serve_load"](tmp_path)

@@ -62,8 +62,17 @@ def test_a_run_leaves_three_files_and_its_rows_apart(measured: Measured, tmp_pat
 FILES = ("config.yaml", "env.json", "metrics.json")
 
 
-def test_what_is_there_is_kept_until_forced(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [measured(1), measured(2), measured(2, force=True)]
+def test_what_is_there_is_kept_until_forced_and_by_a_run_that_does_not_end(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_forced in (False, True):
+        before = everything(tmp_path)
+        for error in (ConfigError("no data"), KeyboardInterrupt()):
+            with pytest.raises(type(error)):
+                measured(error, force=is_forced)
+        assert everything(tmp_path) == before and bool(before) == is_forced
+        measured(0)
+    found = [measured(1, force=True), measured(2), measured(2, force=True)]
     assert [(one.is_new, one.metrics["value"]) for one in found] == [(True, 1), (False, 1), (True, 2)]
     (found[0].path / "metrics.json").write_text('{"value": ')
     with pytest.raises(ConfigError, match=r"metrics.json: not valid JSON; measure again with --force"):
@@ -74,20 +83,6 @@ def test_what_is_there_is_kept_until_forced(measured: Measured, monkeypatch: pyt
     monkeypatch.setattr(RunFolder, "is_done", property(lambda folder: next(answers)))
     kept = measured(3)
     assert (kept.is_new, kept.metrics["value"]) == (False, 2)
-
-
-@pytest.mark.parametrize("error", [ConfigError("no data"), KeyboardInterrupt()])
-def test_a_run_that_does_not_end_leaves_what_was_there(
-    error: BaseException, measured: Measured, tmp_path: Path
-) -> None:
-    with pytest.raises(type(error)):
-        measured(error)
-    assert everything(tmp_path) == {}
-    measured(1)
-    before = everything(tmp_path)
-    with pytest.raises(type(error)):
-        measured(error, force=True)
-    assert everything(tmp_path) == before
 
 
 def test_json_has_short_lines_and_details_are_left_out_by_dotted_keys() -> None:

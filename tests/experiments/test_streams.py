@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
-from experiments.data.streams.keys import BYTES, KeyStream, asked
-from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream, sample
+from experiments.data.streams.prompts import BLOCK, Pieces, Prompt, known_tokens, make_stream, sample
 from experiments.data.streams.support_desk import INTENTS, support_desk
-from experiments.data.streams.traffic import Arrival, Traffic, arrange, draw
+from experiments.data.streams.traffic import BYTES, Arrival, KeyStream, Traffic, arrange, asked, draw
 from experiments.data.traces import AZURE, azure_lengths, read_trace
 from experiments.measures.over_http.loops import poisson
 from experiments.measures.service import with_repeats
@@ -61,8 +60,7 @@ def test_a_stream_repeats_as_often_as_it_is_told_to() -> None:
 
 
 def drawn(folders: Folders | None = None, **settings: Any) -> list[Prompt]:
-    made = make_stream(settings, "stream")
-    return STREAMS[made.name].draw(made, Pieces(range(200_000), 0), folders or Folders(), 0)
+    return make_stream(settings, "stream").draw(Pieces(range(200_000), 0), folders or Folders(), 0)
 
 
 def n_common(one: Prompt, other: Prompt) -> int:

@@ -23,10 +23,9 @@ from experiments.models.onnx import OnnxModel, export, quantise
 from experiments.prepare.squad_v2 import best_threshold, windows
 from experiments.support.files import Folders
 from experiments.tasks import make_task, squad_v2
-from experiments.tasks.held_out import divide
 from experiments.tasks.openbookqa import OpenBookQA
 from experiments.tasks.squad_v2 import MOST_TOKENS, THRESHOLD, SquadV2, best_span, exact_match, f1, figures, in_context
-from experiments.tasks.stream import Stream
+from experiments.tasks.stream import Stream, divide
 from experiments.tasks.wikitext import WikiText
 from llmcache.errors import ConfigError
 from tests.experiments.helpers import TASK, desk, save_tiny

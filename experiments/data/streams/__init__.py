@@ -1,6 +1,5 @@
 """Streams of requests, in the order in which a service would see them.
 
-records -> traffic, support_desk   order and repeats of requests
+records -> traffic, support_desk   order and repeats of requests, or of keys alone
         -> prompts                 texts with common prefixes
-keys: requested entries, for measuring eviction alone
 """

@@ -15,8 +15,7 @@ together than in the trace, so they share more than as many consecutive requests
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
@@ -35,6 +34,10 @@ Prompt = list[int]
 class StreamSettings(Section):
     name: str  # a key of `STREAMS`
     n: int = Field(default=400, ge=2)  # requests
+
+    def draw(self, pieces: "Pieces", folders: Folders, seed: int) -> list[Prompt]:
+        """Return prompts in order of arrival."""
+        raise NotImplementedError
 
 
 class Pieces:
@@ -85,33 +88,31 @@ class Chat(_Turns):
     # Tokens of an answer: text like the questions, so prompts do not depend on a model's output.
     answer: int = Field(default=64, ge=1)
 
+    def draw(self, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+        def conversation() -> Iterator[Prompt]:
+            said: Prompt = []
+            for _ in range(self.turns):
+                said = said + pieces.take(self.question)
+                yield said
+                said = said + pieces.take(self.answer)
+
+        return _in_turns(conversation, self, seed)
+
 
 class Window(_Turns):
     name: Literal["chat_window"]
     length: int = Field(default=512, ge=2)  # tokens of a prompt
     shared: float = Field(default=0.9, ge=0.0, lt=1.0)  # share of them in common with the previous turn
 
+    def draw(self, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+        n_shared = round(self.shared * self.length)
 
-def draw_chat(settings: Chat, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    def conversation() -> Iterator[Prompt]:
-        said: Prompt = []
-        for _ in range(settings.turns):
-            said = said + pieces.take(settings.question)
-            yield said
-            said = said + pieces.take(settings.answer)
+        def conversation() -> Iterator[Prompt]:
+            head = pieces.take(n_shared)
+            for _ in range(self.turns):
+                yield head + pieces.take(self.length - n_shared)
 
-    return _in_turns(conversation, settings, seed)
-
-
-def draw_window(settings: Window, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    n_shared = round(settings.shared * settings.length)
-
-    def conversation() -> Iterator[Prompt]:
-        head = pieces.take(n_shared)
-        for _ in range(settings.turns):
-            yield head + pieces.take(settings.length - n_shared)
-
-    return _in_turns(conversation, settings, seed)
+        return _in_turns(conversation, self, seed)
 
 
 def _in_turns(conversation: Callable[[], Iterator[Prompt]], settings: _Turns, seed: int) -> list[Prompt]:
@@ -140,21 +141,19 @@ class SystemPrompt(StreamSettings):
         if self.shortest > self.longest:
             raise ValueError(f"shortest: at most longest, {self.longest} (got {self.shortest})")
 
+    def draw(self, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+        rng = random.Random(seed)
+        systems = [pieces.take(self.system) for _ in range(self.systems)]
+        lengths = range(self.shortest, self.longest + 1)
+        return [rng.choice(systems) + pieces.take(rng.choice(lengths)) for _ in range(self.n)]
+
 
 class Unshared(StreamSettings):
     name: Literal["nothing_shared"]
     length: int = Field(default=512, ge=2)  # tokens of a prompt
 
-
-def draw_system_prompt(settings: SystemPrompt, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    rng = random.Random(seed)
-    systems = [pieces.take(settings.system) for _ in range(settings.systems)]
-    lengths = range(settings.shortest, settings.longest + 1)
-    return [rng.choice(systems) + pieces.take(rng.choice(lengths)) for _ in range(settings.n)]
-
-
-def draw_unshared(settings: Unshared, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    return [pieces.take(settings.length) for _ in range(settings.n)]
+    def draw(self, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+        return [pieces.take(self.length) for _ in range(self.n)]
 
 
 class Mooncake(StreamSettings):
@@ -162,11 +161,10 @@ class Mooncake(StreamSettings):
     # First blocks of a prompt to keep: 60 make 960 tokens, which fits GPT-2.
     blocks: int = Field(default=60, ge=2)
 
-
-def draw_mooncake(settings: Mooncake, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    chains = [chain[: settings.blocks] for chain in sample(read_trace(folders.data), settings.n, seed)]
-    tokens: defaultdict[int, Prompt] = defaultdict(lambda: pieces.take(BLOCK))
-    return [[token for block in chain for token in tokens[block]] for chain in chains]
+    def draw(self, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+        chains = [chain[: self.blocks] for chain in sample(read_trace(folders.data), self.n, seed)]
+        tokens: defaultdict[int, Prompt] = defaultdict(lambda: pieces.take(BLOCK))
+        return [[token for block in chain for token in tokens[block]] for chain in chains]
 
 
 def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
@@ -176,33 +174,21 @@ def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
     if n > len(trace):
         raise ConfigError(f"stream.n: the trace has {len(trace)} requests; ask no more (got {n})")
     by_conversation: defaultdict[int | None, list[int]] = defaultdict(list)
-    for number, conversation in enumerate(conversations(trace, trace)):
-        by_conversation[conversation].append(number)
+    shared = set(trace[0]).intersection(*trace)  # a conversation begins with its first block that not all have
+    for number, chain in enumerate(trace):
+        by_conversation[next((block for block in chain if block not in shared), None)].append(number)
     drawn = list(by_conversation.values())
     random.Random(seed).shuffle(drawn)
     numbers = [number for conversation in drawn for number in conversation][:n]
     return [trace[number] for number in sorted(numbers)]
 
 
-def conversations(trace: Sequence[Chain], chains: Iterable[Chain]) -> list[int | None]:
-    """Return each request's conversation: its first block that is not common to the whole trace; None without one."""
-    shared = set(trace[0]).intersection(*trace)
-    return [next((block for block in chain if block not in shared), None) for chain in chains]
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    settings: type[StreamSettings]
-    # `(settings, pieces, folders, seed) -> prompts`, in order of arrival
-    draw: Callable[[Any, Pieces, Folders, int], list[Prompt]]
-
-
-STREAMS: Mapping[str, Stream] = {
-    "mooncake": Stream(Mooncake, draw_mooncake),
-    "chat": Stream(Chat, draw_chat),
-    "chat_window": Stream(Window, draw_window),
-    "system_prompt": Stream(SystemPrompt, draw_system_prompt),
-    "nothing_shared": Stream(Unshared, draw_unshared),
+STREAMS: Mapping[str, type[StreamSettings]] = {
+    "mooncake": Mooncake,
+    "chat": Chat,
+    "chat_window": Window,
+    "system_prompt": SystemPrompt,
+    "nothing_shared": Unshared,
 }
 
 
@@ -211,5 +197,5 @@ def make_stream(values: Any, name: str) -> StreamSettings:
     if isinstance(values, StreamSettings):
         return values
     stream, rest = choose(STREAMS, values, "name", name)
-    settings: StreamSettings = stream.settings.make({"name": values["name"], **rest}, name)
+    settings: StreamSettings = stream.make({"name": values["name"], **rest}, name)
     return settings

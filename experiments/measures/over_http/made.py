@@ -25,7 +25,7 @@ from experiments.models.heads import as_sentence_model, fit_logistic
 from experiments.models.loading import encode, load
 from experiments.support.files import Folders, written_by_others
 from experiments.support.progress import tracked
-from experiments.tasks.held_out import divide
+from experiments.tasks.stream import divide
 from llmcache import CacheConfig, ConfigError
 from llmcache.lab import quiet
 

@@ -2,7 +2,6 @@
 
 import http.client
 import os
-import re
 import shlex
 import socket
 import subprocess
@@ -17,6 +16,8 @@ from time import monotonic, perf_counter, sleep
 
 import numpy as np
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import experiments
 from experiments.measures.over_http.client import HOST
@@ -119,10 +120,8 @@ def is_ready(port: int) -> bool:
     return False
 
 
-WAITING = "llmcache_num_requests_waiting"
-Samples = Mapping[str, float]  # by name and labels, as in the text
-
-_RUNG = re.compile(r'llmcache_requests_total\{.*?rung="(\w+)"')
+REQUESTS, WAITING = "llmcache_requests_total", "llmcache_num_requests_waiting"
+Samples = Sequence[Sample]
 
 
 def scrape(port: int) -> Samples:
@@ -131,35 +130,26 @@ def scrape(port: int) -> Samples:
         connection.request("GET", "/metrics")
         answer = connection.getresponse()
         text = answer.read().decode()
-    return parse(text) if answer.status == 200 else {}
+    return parse(text) if answer.status == 200 else ()
 
 
 def parse(text: str) -> Samples:
-    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
-def total(samples: Samples, name: str) -> float | None:
-    """Return the sum over all labels of a name; None without samples."""
-    found = [value for key, value in samples.items() if key.partition("{")[0] == name]
+def total(samples: Samples, name: str, **labels: str) -> float | None:
+    """Return the sum of the samples with a name and these labels; None without any."""
+    found = [one.value for one in samples if one.name == name and labels.items() <= one.labels.items()]
     return sum(found) if found else None
-
-
-def rungs(samples: Samples) -> dict[str, float]:
-    """Return the number of requests by rung, including `computed`; empty if the server does not report them."""
-    found: dict[str, float] = {}
-    for key, value in samples.items():
-        if rung := _RUNG.match(key):
-            found[rung[1]] = found.get(rung[1], 0.0) + value
-    return found
 
 
 def hits(before: Samples, after: Samples) -> dict[str, float | None]:
     """Return the hit rate between two scrapes; None if the server does not report rungs."""
-    first, last = rungs(before), rungs(after)
-    by_rung = {rung: n - first.get(rung, 0.0) for rung, n in last.items()}
-    n = sum(by_rung.values())
-    return {"hit_rate": 1 - by_rung.get("computed", 0.0) / n if n else None}
+    n, n_computed = (
+        (total(after, REQUESTS, **rung) or 0) - (total(before, REQUESTS, **rung) or 0)
+        for rung in ({}, {"rung": "computed"})
+    )
+    return {"hit_rate": 1 - n_computed / n if n else None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from experiments.report import columns as show
-from experiments.report import tables, trust
+from experiments.report import tables
 from experiments.report.claims import judge, verdicts
 from experiments.report.pages import costs, modes, streams
 from experiments.report.pages.files import all_of, any_of, claims_runs, runs_of
@@ -33,10 +33,10 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "demo": costs.demo,
     "latency": costs.latency,
     "compiled": any_of(tables.compiled, "compiled", is_timed=True),
-    "calibrated": all_of(trust.calibrated, *TRUST),
-    "ways": all_of(trust.ways, *TRUST),
-    "errors": all_of(trust.errors, *TRUST),
-    "hindsight": all_of(trust.hindsight, *TRUST),
+    "calibrated": all_of(tables.calibrated, *TRUST),
+    "ways": all_of(tables.ways, *TRUST),
+    "errors": all_of(tables.errors, *TRUST),
+    "hindsight": all_of(tables.hindsight, *TRUST),
     "bound": all_of(by_row(show.BOUND, tables.figure("claims")), "trust_bound"),
     "time_order": streams.time_order,
     "bound_draft": any_of(tables.TABLES["bound"], "trust_bound_draft"),

@@ -14,14 +14,11 @@ from llmcache import ConfigError
 
 def runs_of(results_dir: Path, *groups: str) -> list[Run]:
     """Return the finished runs of experiments, each by task and seed; one without runs is an error."""
-    return [run for group in groups for run in _at_least_one(results_dir, group)]
-
-
-def _at_least_one(results_dir: Path, group: str) -> list[Run]:
-    found = runs_if_any(results_dir, group)
-    if not found:
-        raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
-    return found
+    found = {group: runs_if_any(results_dir, group) for group in groups}
+    for group, runs in found.items():
+        if not runs:
+            raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
+    return [run for runs in found.values() for run in runs]
 
 
 def runs_if_any(results_dir: Path, group: str) -> list[Run]:

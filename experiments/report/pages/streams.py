@@ -9,8 +9,7 @@ from experiments.report import columns as show
 from experiments.report.markdown import MISSING, columns, missing, percent, row_of, table
 from experiments.report.pages.files import runs_if_any, runs_of
 from experiments.report.pictures import first_rows
-from experiments.report.tables import SUMMARY, figure, rows_of
-from experiments.report.trust import drops_of, found_of, hits_and_changed
+from experiments.report.tables import SUMMARY, drops_of, figure, found_of, hits_and_changed, rows_of
 from experiments.runs.read import Run, grouped
 
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
