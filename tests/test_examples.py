@@ -2,23 +2,32 @@
 
 import importlib.util
 import json
-import os
-import subprocess
+import multiprocessing
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from experiments.data.labelled import made_requests
 from llmcache import LLMCache
-from llmcache.lab import packaged_minilm
 from tests.examples import ROOT, save_models
+from tests.forks import needs_fork
 from tests.serving.served import byte_tokenizer, decoder
 from tests.tiny_models import save_bert
 
 EXAMPLES = ROOT / "examples"
-#: What tests run on less of: documents, and a prompt that the tiny model's context holds.
-SMALLER = {"[:1000]": "[:200]", "50 * ": "10 * ", "[-1][50:]": "[-1][10:]", 'SYSTEM = "': 'SYSTEM = "short"; _ = "'}
+#: What tests run on less of: requests, documents, a tiny model, and a prompt that its context holds.
+SMALLER = {
+    "[1200:]": "[1200:1500]",
+    "[:1000]": "[:200]",
+    "50 * ": "10 * ",
+    "[-1][50:]": "[-1][10:]",
+    "packaged_minilm()": "tiny",
+    'SYSTEM = "': 'SYSTEM = "short"; _ = "',
+}
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of plots that nobody sees
@@ -29,18 +38,20 @@ def cells(notebook: Path) -> list[dict[str, Any]]:
     return [cell for cell in found if cell["cell_type"] == "code"]
 
 
-def save_classifier(folder: Path) -> None:
-    """Save a tiny sentence classifier, as the recipe minilm-support-desk makes it."""
+def save_sentence_model(folder: Path, text: str, *after: nn.Module) -> None:
+    """Save a tiny model of sentence-transformers that knows the words of a text."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
-    from torch import nn
 
-    from experiments.data.labelled import made_requests
+    trunk = modules.Transformer(str(save_bert(folder.with_name("bert"), text)))
+    parts = [trunk, modules.Pooling(32, pooling_mode="mean"), *after]
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder))
 
-    save_bert(folder / "bert", " ".join(one.text for one in made_requests(2000, seed=1)))
-    trunk = modules.Transformer(str(folder / "bert"))
-    parts = [trunk, modules.Pooling(32, pooling_mode="mean"), modules.Dense(32, 6, activation_function=nn.Identity())]
-    SentenceTransformer(modules=parts, device="cpu").save(str(folder / "minilm-support-desk"))
+
+def dense() -> nn.Module:
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    return Dense(32, 6, activation_function=nn.Identity())
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda one: one.stem)
@@ -52,12 +63,14 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "examples").mkdir()
     monkeypatch.chdir(tmp_path / "examples")
     models = tmp_path / "build" / "models"
-    if notebook.stem == "classifier":
-        save_classifier(models)
-    elif notebook.stem == "chat":
+    if notebook.stem == "chat":
         decoder().save_pretrained(models / "smollm2")
         byte_tokenizer().save_pretrained(models / "smollm2")
-    defined: dict[str, Any] = {}
+    else:
+        words = " ".join(one.text for one in made_requests(2000, seed=1))
+        after = [dense()] if notebook.stem == "classifier" else []
+        save_sentence_model(models / "minilm-support-desk", words, *after)
+    defined: dict[str, Any] = {"tiny": models / "minilm-support-desk"}
     for number, cell in enumerate(cells(notebook)):
         source = "".join(cell["source"])
         for whole, small in SMALLER.items():
@@ -77,14 +90,18 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not [one for one in outputs if one["output_type"] == "error"]
 
 
-def test_workers_share_what_they_compute(tmp_path: Path) -> None:
-    told = []
-    for _ in range(2):
-        command = [sys.executable, str(EXAMPLES / "workers.py"), str(packaged_minilm()), str(tmp_path / "vectors")]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stderr
-        told.append(done.stdout.splitlines()[-1])
-    assert told == [f"64 vectors, {share} of the texts were known" for share in ("0%", "100%")]
+@needs_fork
+def test_workers_share_what_they_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers are forked from the test, and not spawned: libraries load once."""
+    save_sentence_model(tmp_path / "model", " ".join(f"document {number}" for number in range(64)))
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(sys, "argv", ["workers.py", str(tmp_path / "model"), str(tmp_path / "vectors")])
+    for share in ("0%", "100%"):
+        runpy.run_path(str(EXAMPLES / "workers.py"), run_name="__main__")
+        assert capsys.readouterr().out == f"64 vectors, {share} of the texts were known\n"
 
 
 def test_the_space_answers_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
