@@ -1,10 +1,10 @@
 """After an edit of weights, objects, layers, code or settings, by whatever means, no answer comes from before it."""
 
-import functools
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,173 +32,148 @@ Edit = Callable[[Any], object]
 
 
 class Act(nn.Module):
-    """An activation that delegates to an object."""
+    """An activation that scales by what it reads from the object that it holds."""
 
-    def __init__(self, how: Any) -> None:
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.how = how
+        self.held, self.read = held, read
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.how(x)  # type: ignore[no-any-return]
+        return x * self.read(self.held)  # type: ignore[no-any-return]
 
 
 @dataclass
 class Scale:
-    by: float = 2.0
-    more: dict[str, Any] = field(default_factory=dict)
+    by: Any = 2.0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.by + self.more.get("shift", 0.0)
-
-    def method(self, x: Tensor) -> Tensor:
-        return self(x)
+    def get(self) -> Any:
+        return self.by
 
 
 class Slotted:
-    __slots__ = ("by", "inner")
+    __slots__ = ("by",)
 
-    def __init__(self, by: float, inner: Any = None) -> None:
-        self.by = torch.tensor(by)
-        self.inner = inner
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.by) if self.inner else x * self.by
+    def __init__(self, by: Any) -> None:
+        self.by = by
 
 
-class Reads:
-    """Scales by a value read from the object that it holds."""
-
-    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
-        self.held = held
-        self.read = read
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * self.read(self.held)
+def closure(by: Any) -> Callable[[], Any]:
+    return lambda: by.by if hasattr(by, "by") else by
 
 
-def closure(by: Any) -> Callable[[Tensor], Tensor]:
-    return lambda x: x * (by.by if hasattr(by, "by") else by)
+def default(by: Any) -> Callable[[], Any]:
+    return lambda by=by: by
 
 
-def default(by: float) -> Callable[[Tensor], Tensor]:
-    def act(x: Tensor, by: float = by) -> Tensor:
-        return x * by
-
-    return act
-
-
-def counted(by: float) -> Callable[[Tensor], Tensor]:
+def counted(by: float) -> Callable[[], Any]:
     """Return a function whose closure its `change` rebinds."""
 
-    def act(x: Tensor) -> Tensor:
-        return x * by
+    def get() -> float:
+        return by
 
     def change() -> None:
         nonlocal by
         by += 1.0
 
-    act.change = change  # type: ignore[attr-defined]
-    return act
+    get.change = change  # type: ignore[attr-defined]
+    return get
 
 
-def times(by: Any, x: Tensor) -> Tensor:
-    return x * by
+def of(held: Any) -> Any:
+    return held.by
+
+
+def called(held: Any) -> Any:
+    return held()
+
+
+def innermost(held: Any) -> Any:
+    while isinstance(held, list):
+        (held,) = held
+    return held
 
 
 def cell(m: Any) -> Any:
-    return m.how.__closure__[0].cell_contents
+    return m.held.__closure__[0].cell_contents
 
 
-def exchange(held: Any) -> None:
-    held[0], held[1] = held[1], held[0]
+def raised(m: Any) -> None:
+    m.held.by = 3.0
 
 
-#: By name: how the activation's object is made, and an edit of the module that holds it.
-OBJECTS: dict[str, tuple[Callable[[], Any], Edit]] = {
-    "dataclass replaced": (Scale, lambda m: setattr(m, "how", Scale(3.0))),
-    "dataclass edited": (Scale, lambda m: setattr(m.how, "by", 3.0)),
-    "container of a dataclass edited": (Scale, lambda m: m.how.more.update(shift=1.0)),
-    "namespace edited": (
-        lambda: Reads(SimpleNamespace(by=2.0), lambda held: held.by),
-        lambda m: setattr(m.how.held, "by", 3.0),
-    ),
-    "tensor of a slotted edited": (lambda: Slotted(2.0), lambda m: m.how.by.add_(1)),
-    "object of a slotted replaced": (lambda: Slotted(2.0, Scale()), lambda m: setattr(m.how, "inner", Scale(3.0))),
-    "closure over a number": (lambda: closure(2.0), lambda m: setattr(m, "how", closure(3.0))),
-    "tensor in a closure edited": (lambda: closure(torch.tensor(2.0)), lambda m: cell(m).add_(1)),
-    "object in a closure edited": (lambda: closure(Scale()), lambda m: setattr(cell(m), "by", 3.0)),
-    "cell rebound": (lambda: counted(2.0), lambda m: m.how.change()),
-    "default of an argument edited": (lambda: default(2.0), lambda m: setattr(m.how, "__defaults__", (3.0,))),
-    "code of a function": (
-        lambda: closure(2.0),
-        lambda m: setattr(m.how, "__code__", (lambda by: lambda x: x + by)(1.0).__code__),
-    ),
-    "tensor in a partial edited": (
-        lambda: functools.partial(times, torch.tensor(2.0)),
-        lambda m: m.how.args[0].add_(1),
-    ),
-    "object of a bound method": (lambda: Scale().method, lambda m: setattr(m.how.__self__, "by", 3.0)),
-    "order of objects": (
-        lambda: Reads([Scale(), Scale(3.0)], lambda held: held[0].by),
-        lambda m: exchange(m.how.held),
-    ),
-    "one object twice": (
-        lambda: Reads([s := Scale(), Scale(3.0), s], lambda held: held[2].by),
-        lambda m: m.how.held.__setitem__(2, m.how.held[1]),
-    ),
-    "object in a dict": (
-        lambda: Reads({"a": [Scale()]}, lambda held: held["a"][0].by),
-        lambda m: m.how.held["a"].__setitem__(0, Scale(3.0)),
-    ),
-    "tensor in a deque": (
-        lambda: Reads(deque([torch.tensor(2.0)]), lambda held: held[0]),
-        lambda m: m.how.held[0].add_(1),
-    ),
-    "attribute of an object that hid its class's": (
-        lambda: Reads(type("Kind", (), {"by": 2.0})(), lambda held: held.by),
-        lambda m: setattr(m.how.held, "by", 3.0),
-    ),
-    "class of an object": (
+#: By name: the object that is held, how its factor is read, and an edit of the module that holds it.
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Edit]] = {
+    "an object replaced": (Scale, of, lambda m: setattr(m, "held", Scale(3.0))),
+    "an object edited": (Scale, of, raised),
+    "a namespace": (lambda: SimpleNamespace(by=2.0), of, raised),
+    "a dict of an object": (lambda: Scale({"a": 2.0}), lambda held: held.by["a"], lambda m: m.held.by.update(a=3.0)),
+    "a tensor in a slot": (lambda: Slotted(torch.tensor(2.0)), of, lambda m: m.held.by.add_(1)),
+    "an object in a slot": (lambda: Slotted(Scale()), lambda held: held.by.by, lambda m: setattr(m.held.by, "by", 3.0)),
+    "an attribute that hides the class's": (lambda: type("Kind", (), {"by": 2.0})(), of, raised),
+    "the class of an object": (
         Scale,
-        lambda m: setattr(m, "how", type("Scale", (Scale,), {"__call__": lambda s, x: -x})()),
+        lambda held: held.get(),
+        lambda m: setattr(m, "held", type("Scale", (Scale,), {"get": lambda self: -2.0})()),
     ),
+    "a function over another number": (lambda: closure(2.0), called, lambda m: setattr(m, "held", closure(3.0))),
+    "a tensor in a closure": (lambda: closure(torch.tensor(2.0)), called, lambda m: cell(m).add_(1)),
+    "an object in a closure": (lambda: closure(Scale()), called, lambda m: setattr(cell(m), "by", 3.0)),
+    "a cell rebound": (lambda: counted(2.0), called, lambda m: m.held.change()),
+    "a default of an argument": (lambda: default(2.0), called, lambda m: setattr(m.held, "__defaults__", (3.0,))),
+    "the code of a function": (
+        lambda: closure(2.0),
+        called,
+        lambda m: setattr(m.held, "__code__", (lambda by: lambda: -by)(2.0).__code__),
+    ),
+    "an object in a partial": (lambda: partial(of, Scale()), called, lambda m: setattr(m.held.args[0], "by", 3.0)),
+    "the object of a bound method": (lambda: Scale().get, called, lambda m: setattr(m.held.__self__, "by", 3.0)),
+    "the order of objects": (lambda: [Scale(), Scale(3.0)], lambda held: held[0].by, lambda m: m.held.reverse()),
+    "one object twice": (
+        lambda: [one := Scale(), Scale(3.0), one],
+        lambda held: held[2].by,
+        lambda m: m.held.__setitem__(2, m.held[1]),
+    ),
+    "an object in a dict": (
+        lambda: {"a": [Scale()]},
+        lambda held: held["a"][0].by,
+        lambda m: m.held["a"].__setitem__(0, Scale(3.0)),
+    ),
+    "a tensor in a deque": (lambda: deque([torch.tensor(2.0)]), lambda held: held[0], lambda m: m.held[0].add_(1)),
     "far within": (
-        lambda: Reads([[[[[[[Scale()]]]]]]], lambda held: held[0][0][0][0][0][0][0].by),
-        lambda m: setattr(m.how.held[0][0][0][0][0][0][0], "by", 3.0),
+        lambda: [[[[[[[Scale()]]]]]]],
+        lambda held: innermost(held).by,
+        lambda m: setattr(innermost(m.held), "by", 3.0),
     ),
-    "iterator": (lambda: Reads(iter([2.0] * 9), lambda held: 2.0), lambda m: setattr(m.how, "read", lambda held: 3.0)),
+    "an iterator": (lambda: iter([2.0] * 9), lambda held: 2.0, lambda m: setattr(m, "read", lambda held: 3.0)),
 }
 
 
-def with_activation(how: Callable[[], Any]) -> Make:
+def with_activation(held: Callable[[], Any], read: Callable[[Any], Any] = of) -> Make:
     def make() -> nn.Module:
         model: Any = BARE["bert"]()
-        model.encoder.layer[1].intermediate.intermediate_act_fn = Act(how())
+        model.encoder.layer[1].intermediate.intermediate_act_fn = Act(held(), read)
         return model  # type: ignore[no-any-return]
 
     return make
 
 
-def activation(model: Any) -> Any:
-    return model.encoder.layer[1].intermediate.intermediate_act_fn
-
-
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_that_a_module_holds_count(name: str) -> None:
     """docs/reuse.md: the weights digest covers what modules hold in attributes, objects and functions."""
-    how, edit = OBJECTS[name]
-    assert check_edits(with_activation(how), [lambda model: edit(activation(model))], X) == [2, 2]
+    held, read, edit = OBJECTS[name]
+    edits = [lambda model: edit(model.encoder.layer[1].intermediate.intermediate_act_fn)]
+    assert check_edits(with_activation(held, read), edits, X) == [2, 2]
 
 
 def test_what_an_object_counts_in_every_call_costs_hits_alone() -> None:
     """docs/reuse.md: a call that edits its own settings stores nothing, and answers are right."""
 
     class Counts(Scale):
-        def __call__(self, x: Tensor) -> Tensor:
+        def get(self) -> Any:
             self.by += 1.0
-            return x * self.by
+            return self.by
 
-    with wrapped(with_activation(Counts)) as (cache, plain):
+    with wrapped(with_activation(Counts, lambda held: held.get())) as (cache, plain):
         assert sum(check_calls(cache, plain, X, repeats=1) for _ in range(4)) == 0
 
 
@@ -260,20 +235,6 @@ def patched_layer(model: Any) -> None:
     layer.forward = lambda *args, **kwargs: half(below(*args, **kwargs))
 
 
-def tied(number: int) -> Edit:
-    def edit(model: Any) -> None:
-        model.encoder.layer[2].output.dense.weight = model.encoder.layer[number].output.dense.weight
-
-    return edit
-
-
-def shared(number: int) -> Edit:
-    def edit(model: Any) -> None:
-        model.encoder.layer[2].intermediate = model.encoder.layer[number].intermediate
-
-    return edit
-
-
 #: By name: edits that come one after the other.
 OF_WEIGHTS: dict[str, Sequence[Edit]] = {
     # Edits that leave another trace than values: a version counter, a replaced object, gradients.
@@ -298,24 +259,21 @@ OF_WEIGHTS: dict[str, Sequence[Edit]] = {
     "a vector of all": [lambda m: vector_to_parameters(parameters_to_vector(m.parameters()) * 1.1, m.parameters())],
     "memory with another counter": [lambda m: alias(weight(m).data).mul_(1.5)],
     # Which parameters and modules are tied.
-    "parameters tied": [tied(0), tied(1)],
-    "modules tied": [shared(0), shared(1)],
+    "parameters tied": [
+        lambda m, n=n: setattr(m.encoder.layer[2].output.dense, "weight", m.encoder.layer[n].output.dense.weight)
+        for n in (0, 1)
+    ],
+    "modules tied": [
+        lambda m, n=n: setattr(m.encoder.layer[2], "intermediate", m.encoder.layer[n].intermediate) for n in (0, 1)
+    ],
     # Layers.
     "part patched": [patched_part],
     "layer patched": [patched_layer],
     "layer replaced": [lambda m: m.encoder.layer.__setitem__(1, another().encoder.layer[1])],
-    "layers exchanged": [lambda m: exchange(m.encoder.layer)],
+    "layers exchanged": [lambda m: m.encoder.layer.append(m.encoder.layer.pop(0))],
     "layer dropped": [lambda m: m.encoder.layer.__delitem__(1)],
     "other list": [lambda m: setattr(m.encoder, "layer", another().encoder.layer)],
 }
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OF_WEIGHTS)
-def test_an_edit_between_calls(name: str) -> None:
-    """docs/reuse.md: after an edit of weights, layers or settings the next call is computed, and its repeat served."""
-    served, *others = check_edits(BARE["bert"], OF_WEIGHTS[name], X)
-    assert served == 2 and set(others) == {0 if name == "layer dropped" else 2}  # the attention is not the family's
 
 
 def test_what_takes_turns_is_served_again() -> None:
@@ -339,26 +297,29 @@ def up(model: Any) -> Any:
 TEXT = tokens(1, 40)
 PREFIXES = [{"input_ids": TEXT[:, :32]}, {"input_ids": TEXT}]
 BATCHES = [{"input_ids": tokens(3, 5)}, {"input_ids": tokens(3, 5)[1:]}]
-#: Edits of other models and between other calls, with the settings of the cache.
-ELSEWHERE: dict[str, tuple[Make, Edit, list[Any], dict[str, Any]]] = {
-    "shared memory": (lambda: BARE["bert"]().share_memory(), of_another_process, [X], {}),
-    "classifier": (CLASSIFIERS["gpt2"], scaled, [X | {"use_cache": False}], {}),
-    "classifier, tau": (CLASSIFIERS["bert"], scaled, [X], {"tau": 0.9}),
-    "prefixes": (GENERATORS["llama"], lambda m: up(m).mul_(3.0), PREFIXES, {}),
-    "prefixes, values only": (GENERATORS["llama"], lambda m: up(m).data.mul_(3.0), PREFIXES, {}),
-    "bert to float64": (BARE["bert"], lambda m: m.double(), BATCHES, {}),
-    "bert to bfloat16": (BARE["bert"], lambda m: m.bfloat16(), BATCHES, {}),
-    "gpt2 to bfloat16": (GENERATORS["gpt2"], lambda m: m.bfloat16(), BATCHES, {}),
-    "gpt2 to float16": (GENERATORS["gpt2"], lambda m: m.half(), BATCHES, {}),
+#: By name: the model, edits that come one after the other, the calls between them, and settings of the cache.
+BETWEEN: dict[str, tuple[Make, Sequence[Edit], list[Any], dict[str, Any]]] = {
+    name: (BARE["bert"], edits, [X], {}) for name, edits in OF_WEIGHTS.items()
+} | {
+    "shared memory": (lambda: BARE["bert"]().share_memory(), [of_another_process], [X], {}),
+    "classifier": (CLASSIFIERS["gpt2"], [scaled], [X | {"use_cache": False}], {}),
+    "classifier, tau": (CLASSIFIERS["bert"], [scaled], [X], {"tau": 0.9}),
+    "prefixes": (GENERATORS["llama"], [lambda m: up(m).mul_(3.0)], PREFIXES, {}),
+    "prefixes, values only": (GENERATORS["llama"], [lambda m: up(m).data.mul_(3.0)], PREFIXES, {}),
+    "bert to float64": (BARE["bert"], [lambda m: m.double()], BATCHES, {}),
+    "bert to bfloat16": (BARE["bert"], [lambda m: m.bfloat16()], BATCHES, {}),
+    "gpt2 to bfloat16": (GENERATORS["gpt2"], [lambda m: m.bfloat16()], BATCHES, {}),
+    "gpt2 to float16": (GENERATORS["gpt2"], [lambda m: m.half()], BATCHES, {}),
 }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_an_edit_between_other_calls(name: str) -> None:
-    """After an edit or a change of dtype, no repeat, similar request or prefix is served from before it."""
-    make, edit, calls, settings = ELSEWHERE[name]
-    before, after = check_edits(make, [edit], *calls, **settings)
-    assert before == after > 0
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BETWEEN)
+def test_an_edit_between_calls(name: str) -> None:
+    """docs/reuse.md: after an edit of weights, layers or settings the next call is computed, and its repeat served."""
+    make, edits, calls, settings = BETWEEN[name]
+    before, *after = check_edits(make, edits, *calls, **settings)
+    assert before > 0 and set(after) == {0 if name == "layer dropped" else before}  # the attention is not the family's
 
 
 @pytest.mark.parametrize("name", ["BertIntermediate", "BertLayer", "BertModel", "Act"])
@@ -623,5 +584,5 @@ def test_an_attention_function_that_is_registered_anew() -> None:
         AttentionInterface.register("of one's own", attend)
         model.set_attn_implementation("of one's own")
 
-    edits = [functools.partial(edit, factor=factor) for factor in (1.0, 0.5)]
+    edits = [partial(edit, factor=factor) for factor in (1.0, 0.5)]
     assert check_edits(BARE["bert"], edits, X)[-1] == 2
