@@ -165,16 +165,6 @@ def test_what_adapters_leave_in_the_base(init: str, is_seen: bool) -> None:
     check(cache, base, hits=2 if has_changed else 4)
 
 
-def test_a_second_adapter_that_writes_to_the_base() -> None:
-    """An adapter whose init writes to the base weights makes answers of the other adapters stale."""
-    cache = wrap(tuned("north"))
-    check(cache, cache.model, hits=2)
-    cache.model.add_adapter("south", lora(init_lora_weights="olora"))
-    check(cache, cache.model, hits=2)
-    cache.model.set_adapter("south")
-    check(cache, cache.model, hits=2)
-
-
 def test_a_save_made_after_merging(tmp_path: Path) -> None:
     """The base model refuses a save made after merging an adapter; an equally merged model loads it."""
 
@@ -212,6 +202,7 @@ SWITCHES: dict[str, Callable[[Any, Path], object]] = {
         model.add_weighted_adapter(["north", "south"], [0.5, 0.5], "mean", combination_type="linear"),
         model.set_adapter("mean"),
     ),
+    "added, writing to the base": lambda model, _: model.add_adapter("west", lora(init_lora_weights="olora")),
     "deleted": lambda model, _: model.delete_adapter("north"),
     "merged, one of two": lambda model, _: model.merge_adapter(["south"]),
     "set_scale": lambda model, _: [
@@ -249,48 +240,43 @@ def test_adapters_take_turns() -> None:
         check(cache, model, hits=2)
 
 
-@pytest.mark.parametrize("method", ["LoraConfig", "TrainableTokensConfig"])
-def test_an_adapter_that_is_not_used(method: str) -> None:
-    """Adding, editing or deleting an unused adapter keeps the entries of the active one."""
-    cache = wrap(encoder())
-    model: Any = get_peft_model(cache.model, config(method), adapter_name="north").eval()
-    check(cache, model, hits=2)
-    model.add_adapter("south", config(method))
-    model.eval()
-    check(cache, model, hits=4)
-    for name, parameter in model.named_parameters():
-        if ".south" in name:
+#: By name: the adapter in use, and another.
+UNUSED: dict[str, tuple[PeftConfig, PeftConfig]] = {
+    "alike": (config("LoraConfig"), config("LoraConfig")),
+    "of tokens": (config("TrainableTokensConfig"), config("TrainableTokensConfig")),
+    "of other modules": (lora(), lora(r=2, use_dora=True, target_modules=["key", "query"])),
+    "of another scale": (lora(), lora(r=8, lora_bias=True, use_rslora=True, target_modules=["key"])),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_an_adapter_that_is_not_used(name: str) -> None:
+    """Adding, editing or deleting an unused adapter keeps the entries of the active one, and of the base."""
+    cache, (used, unused) = wrap(encoder()), UNUSED[name]
+
+    def check_both(hits: int) -> None:
+        model.eval()
+        check(cache, model, hits)
+        with model.disable_adapter():
+            check(cache, model, hits)
+
+    model: Any = get_peft_model(cache.model, used, adapter_name="north")
+    check_both(2)
+    model.add_adapter("south", unused)
+    check_both(4)
+    for parameter_name, parameter in model.named_parameters():
+        if ".south" in parameter_name:
             parameter.data.add_(0.5)
-    check(cache, model, hits=4)
+    check_both(4)
     model.set_adapter("south")
     check(cache, model)
     model.set_adapter("north")
-    check(cache, model, hits=4)
     model.delete_adapter("south")
-    check(cache, model, hits=4)
-
-
-def test_an_unused_adapter_of_another_kind_of_lora() -> None:
-    """An unused adapter may be another variant of LoRA, on other modules."""
-    cache = wrap(tuned("north"))
-    check(cache, cache.model, hits=2)
-    with cache.model.disable_adapter():
-        check(cache, cache.model, hits=2)
-    cache.model.add_adapter("south", lora(r=2, use_dora=True, target_modules=["key", "query"]))
-    cache.model.eval()
-    check(cache, cache.model, hits=4)  # more modules have an adapter now
-    cache.model.add_adapter("west", lora(r=8, lora_bias=True, use_rslora=True, target_modules=["key"]))
-    cache.model.eval()
-    check(cache, cache.model, hits=4)
-    with cache.model.disable_adapter():
-        check(cache, cache.model, hits=4)
-    for name in ("south", "west"):
-        cache.model.delete_adapter(name)
-    check(cache, cache.model, hits=4)
-    unused = next(part for part in cache.model.modules() if hasattr(part, "base_layer"))
-    unused.forward = lambda x, *args, **kwargs: unused.base_layer(x) + 0.5  # not PEFT's
-    with cache.model.disable_adapter():
-        check(cache, cache.model, hits=2)
+    check_both(4)
+    part = next(part for part in model.modules() if hasattr(part, "base_layer"))
+    part.forward = lambda x, *args, **kwargs: part.base_layer(x) + 0.5  # not PEFT's
+    with model.disable_adapter():
+        check(cache, model, hits=2)
 
 
 def test_a_save_beside_an_unused_adapter(tmp_path: Path) -> None:
