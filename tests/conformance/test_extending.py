@@ -71,27 +71,6 @@ def _table() -> Iterator[None]:
     ADAPTERS.update(before)
 
 
-@pytest.mark.parametrize(("number", "left"), [(0, [1, 2]), (-1, [0, 2])])
-def test_a_policy_chooses_who_leaves(register: Callable[..., Any], number: int, left: list[int]) -> None:
-    class Chosen(page.Policy):
-        def __init__(self, number: int = 0) -> None:
-            super().__init__()
-            self.number = number
-
-        def victim(self) -> str:
-            return [*self._rank][self.number]
-
-    register("policy", Chosen)
-    asked = [tokens(1, 6, seed=seed) for seed in range(3)]
-    with LLMCache.wrap(build(CLASSIFIERS["bert"]), policy={"name": "mine", "number": number}, max_entries=2) as cache:
-        for ids in asked:
-            cache(ids)
-        assert cache.stats().n_evicted == {3: 1}
-        for one in left:
-            cache(asked[one])
-            assert cache.last[0].rung == "exact"
-
-
 def test_parts_of_the_papers_cache_saved_and_loaded(register: Callable[..., Any], tmp_path: Path) -> None:
     kinds = ("policy", "index", "fingerprint", "compression")
     calls = [register(kind) for kind in kinds]

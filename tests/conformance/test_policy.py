@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -35,7 +35,7 @@ class Clock:
 
 @dataclass
 class Record:
-    """History of a key, in the oracle's ticks."""
+    """What an oracle knows of a key: steps, uses, times in s, and the running mean of its divergences."""
 
     put: int
     used: int
@@ -43,47 +43,6 @@ class Record:
     put_s: float
     matched_s: list[float]
     average: float = 0.0
-
-
-@dataclass
-class Oracle:
-    """Remembers everything; `rank` orders keys for eviction."""
-
-    rank: Callable[[Record], Any]
-    clock: Clock
-    lives_s: float
-    limit: float
-    records: dict[str, Record] = field(default_factory=dict)
-    tick: int = 0
-
-    def on_put(self, key: str, nbytes: int) -> None:
-        self.tick += 1
-        n_uses = self.records[key].n_uses if key in self.records else 0
-        self.records[key] = Record(self.tick, self.tick, n_uses + 1, self.clock(), [self.clock()])
-
-    def on_hit(self, key: str) -> None:
-        self.tick += 1
-        if key in self.records:
-            self.records[key].used = self.tick
-            self.records[key].n_uses += 1
-            self.records[key].matched_s.append(self.clock())
-
-    def on_check(self, key: str, divergence: float) -> None:
-        if key in self.records:
-            self.records[key].average += WEIGHT * (divergence - self.records[key].average)
-
-    def on_remove(self, key: str) -> None:
-        self.records.pop(key, None)
-
-    def order(self) -> list[str]:
-        return sorted(self.records, key=lambda key: self.rank(self.records[key]))
-
-    def expired(self) -> set[str]:
-        return {
-            key
-            for key, record in self.records.items()
-            if self.clock() - record.put_s >= self.lives_s or record.average > self.limit
-        }
 
 
 def score(record: Record) -> float:
@@ -99,18 +58,22 @@ RANKS: dict[str, Callable[[Record], Any]] = {
     "staleness": lambda record: (round(score(record), 3), record.put),
     "ttl": lambda record: record.put,
 }
+#: By policy: whether a key leaves before the bank is full, at a time in s.
+LEAVES: dict[str, Callable[[Record, float], bool]] = {
+    **dict.fromkeys(RANKS, lambda record, time_s: False),
+    "ttl": lambda record, time_s: time_s - record.put_s >= TTL_S,
+    "divergence": lambda record, time_s: record.average > LIMIT,
+}
 
 
 def make(name: str, clock: Clock) -> Policy:
-    if name == "ttl":
-        return TTL(TTL_S, now=clock)
-    if name == "staleness":
-        return Staleness(HALF_LIFE_S, now=clock)
-    if name == "divergence":
-        return Divergence(limit=LIMIT, weight=WEIGHT)
-    if name == "s3_fifo":
-        return S3FIFO(TRIAL)
-    return POLICIES[name]()
+    options: dict[str, dict[str, Any]] = {
+        "ttl": {"ttl_s": TTL_S, "now": clock},
+        "staleness": {"half_life_s": HALF_LIFE_S, "now": clock},
+        "divergence": {"limit": LIMIT, "weight": WEIGHT},
+        "s3_fifo": {"trial": TRIAL},
+    }
+    return POLICIES[name](**options.get(name, {}))
 
 
 def victims(policy: Policy) -> list[str]:
@@ -142,32 +105,38 @@ STEPS = st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from("abcdef")), m
 @given(steps=STEPS)
 def test_any_sequence_agrees_with_the_oracle(name: str, steps: list[tuple[str, str]]) -> None:
     """Steps may name keys that are not held; `victim` and `expired` change nothing."""
-    clock = Clock()
+    clock, records = Clock(), dict[str, Record]()
     policy = make(name, clock)
-    oracle = Oracle(
-        RANKS[name], clock, TTL_S if name == "ttl" else math.inf, LIMIT if name == "divergence" else math.inf
-    )
-    for verb, key in steps:
-        for follower in (policy, oracle):
-            if verb == "put":
-                follower.on_put(key, NBYTES[key])
-            elif verb == "hit":
-                follower.on_hit(key)
-            elif verb == "check":
-                follower.on_check(key, 0.3 * "abcdef".index(key))  # from faithful to far off
-            elif verb == "remove":
-                follower.on_remove(key)
-        if verb == "cost":
+
+    def order() -> list[str]:
+        return sorted(records, key=lambda key: RANKS[name](records[key]))
+
+    for number, (verb, key) in enumerate(steps):
+        known = records.get(key)
+        if verb == "put":
+            policy.on_put(key, NBYTES[key])
+            records[key] = Record(number, number, 1 + (known.n_uses if known else 0), clock(), [clock()])
+        elif verb == "hit":
+            policy.on_hit(key)
+            if known:
+                known.used, known.n_uses = number, known.n_uses + 1
+                known.matched_s.append(clock())
+        elif verb == "check":
+            divergence = 0.3 * "abcdef".index(key)  # from faithful to far off
+            policy.on_check(key, divergence)
+            if known:
+                known.average += WEIGHT * (divergence - known.average)
+        elif verb == "cost":
             policy.on_cost(key, 2.0 * NBYTES[key] ** 2)
         elif verb == "wait":
             clock.time_s += TTL_S / 3
-        elif verb == "evict" and oracle.records:
-            (gone, *_) = oracle.order()
+        elif verb == "remove" or records:
+            gone = key if verb == "remove" else order()[0]
             policy.on_remove(gone)
-            oracle.on_remove(gone)
-        assert {*policy.expired()} == oracle.expired()
-        assert not oracle.records or policy.victim() == oracle.order()[0]
-    assert victims(policy) == oracle.order()
+            records.pop(gone, None)
+        assert {*policy.expired()} == {key for key, record in records.items() if LEAVES[name](record, clock())}
+        assert not records or policy.victim() == order()[0]
+    assert victims(policy) == order()
 
 
 @pytest.mark.parametrize(

@@ -108,17 +108,12 @@ def test_dtypes_of_arguments(family: str) -> None:
         for name, dtype in product(names, dtypes):
             inputs = {**usual, name: usual[name].to(dtype)}
             check_outcomes(cache.model, plain, inputs, inputs, where=f"{name} {dtype}")
+        for seed, dtype in enumerate(FLOATS):  # a mask of zeros and ones may have any dtype
+            mask = {"attention_mask": MASK.to(dtype)}
+            assert check_calls(cache, plain, usual | mask | {"input_ids": tokens(2, 6, seed + 10)}) == 2
+            mask["attention_mask"][0, 2] = 0.5
+            check_outcomes(cache.model, plain, usual | mask, usual | mask, where=f"fractions of {dtype}")
         assert cache.stats().n_hits > 2 * (1 + len(names))
-
-
-def test_masks_of_floats() -> None:
-    """A mask of zeros and ones may have any dtype, and a repeat is a hit; one with fractions is taken for no other."""
-    with wrapped(BARE["bert"]) as (cache, plain):
-        for seed, dtype in enumerate(FLOATS):
-            whole, part = ({"input_ids": tokens(2, 6, seed), "attention_mask": MASK.to(dtype)} for _ in range(2))
-            assert check_calls(cache, plain, whole) == 2
-            part["attention_mask"][0, 2] = 0.5
-            check_outcomes(cache.model, plain, part, part, where=str(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -160,60 +155,45 @@ def test_what_the_model_refuses_is_refused(known: tuple[nn.Module, nn.Module], w
 
 
 @contextmanager
-def default_device(device: str) -> Iterator[None]:
+def default(device: str | None = None, dtype: torch.dtype = torch.float32) -> Iterator[None]:
     torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
 
 
-DEFAULTS: dict[str, Callable[[], Any]] = {
-    "meta": lambda: default_device("meta"),
-    "float64": lambda: default_dtype(torch.float64),
-    "bfloat16": lambda: default_dtype(torch.bfloat16),
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "meta": {"device": "meta"},
+    "float64": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
 }
 MODELS = {"bert": CLASSIFIERS["bert"], "t5": BARE["t5"], "gpt2": BARE["gpt2"]}
 
 
 @pytest.mark.parametrize(
-    ("family", "default"),
-    [
-        ("bert", "meta"),
-        ("bert", "float64"),
-        ("bert", "bfloat16"),
-        ("t5", "float64"),
-        ("gpt2", "meta"),
-        ("gpt2", "bfloat16"),
-    ],
+    ("family", "name"),
+    [*(("bert", name) for name in DEFAULTS), ("t5", "float64"), ("gpt2", "meta"), ("gpt2", "bfloat16")],
 )
-def test_defaults_of_torch(family: str, default: str) -> None:
+def test_defaults_of_torch(family: str, name: str) -> None:
     """A default device or dtype other than torch's own changes neither outputs nor hits."""
     calls = [{"input_ids": tokens(2, 6, seed), "attention_mask": MASK} for seed in (0, 1, 0, 0)]  # of the old default
     model, plain = build(MODELS[family]), build(MODELS[family])
-    with DEFAULTS[default](), LLMCache.wrap(model, auto_bypass=False) as cache:
+    with default(**DEFAULTS[name]), LLMCache.wrap(model, auto_bypass=False) as cache:
         check_outcomes(model, plain, *calls)
         fails = isinstance(outcome_of(plain, calls[0]), type)
         assert (cache.stats().errors, cache.stats().n_hits) == (0, 0 if fails else 4)
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-def test_defaults_of_torch_when_prompts_are_continued(default: str) -> None:
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_of_torch_when_prompts_are_continued(name: str) -> None:
     """K/V of a stored prefix have the model's device and dtype, whatever torch's defaults."""
     with wrapped(GENERATORS["llama"]) as (cache, plain):
         ids = tokens(1, 40)
         expected = generate(plain, ids, Sampling(max_new_tokens=3)).tokens
-        with DEFAULTS[default]():
+        with default(**DEFAULTS[name]):
             check_outcomes(cache.model, plain, *({"input_ids": part} for part in (ids[:, :20], ids, ids)))
         assert generate(cache.model, ids, Sampling(max_new_tokens=3)).tokens == expected
 

@@ -304,6 +304,7 @@ BETWEEN: dict[str, tuple[Make, Sequence[Edit], list[Any], dict[str, Any]]] = {
     "shared memory": (lambda: BARE["bert"]().share_memory(), [of_another_process], [X], {}),
     "classifier": (CLASSIFIERS["gpt2"], [scaled], [X | {"use_cache": False}], {}),
     "classifier, tau": (CLASSIFIERS["bert"], [scaled], [X], {"tau": 0.9}),
+    "classifier, tau of the last layer": (CLASSIFIERS["bert"], [scaled], [X], {"tau": 0.9, "layers": "last"}),
     "prefixes": (GENERATORS["llama"], [lambda m: up(m).mul_(3.0)], PREFIXES, {}),
     "prefixes, values only": (GENERATORS["llama"], [lambda m: up(m).data.mul_(3.0)], PREFIXES, {}),
     "bert to float64": (BARE["bert"], [lambda m: m.double()], BATCHES, {}),

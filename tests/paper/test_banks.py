@@ -141,15 +141,6 @@ def test_nothing_is_learned_from_what_was_purged() -> None:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("lru", 1), ("fifo", 2)])
-def test_policies_decide_who_leaves_a_full_bank(policy: str, kept: int) -> None:
-    cache = wrapped("bert", tau=0.9999, max_entries=2, policy=policy)
-    for seed in (1, 2, 1, 1, 3):
-        cache(input_ids=tokens(1, 6, seed=seed))
-    cache(input_ids=tokens(1, 6, seed=kept))
-    assert served(cache) == [True] and cache.stats().errors == 0
-
-
 def test_ttl_lets_entries_go_at_their_age() -> None:
     now = [0.0]
     cache = wrapped("bert", tau=-1.0, policy={"name": "ttl", "ttl_s": 10.0, "now": lambda: now[0]})

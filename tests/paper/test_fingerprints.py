@@ -53,22 +53,18 @@ def test_simhash_inner_product_estimates_the_angle() -> None:
     assert left @ right == pytest.approx(1 - 2 * np.arccos(cosine) / np.pi, abs=0.03)
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "values"),
-    [
-        ("simhash", "bits", [0, -8, 12]),
-        ("pca", "dim", [0]),
-        ("pca", "fit_on", [1]),
-        ("minhash", "width", [0]),
-        ("minhash", "n_hashes", [1]),
-        ("minhash", "seed", [-1]),
-        ("attention", "weight", [0.0, 1.2]),
-    ],
-)
-def test_useless_sizes_are_refused(name: str, option: str, values: list[float]) -> None:
-    for value in values:
-        with pytest.raises(ValueError, match=f"{option}={value}"):
-            FINGERPRINTS[name](**{option: value})
+USELESS = [
+    *(("simhash", "bits", bits) for bits in (0, -8, 12)),
+    *(("pca", "dim", 0), ("pca", "fit_on", 1)),
+    *(("minhash", "width", 0), ("minhash", "n_hashes", 1), ("minhash", "seed", -1)),
+    *(("attention", "weight", weight) for weight in (0.0, 1.2)),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), USELESS)
+def test_useless_sizes_are_refused(name: str, option: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        FINGERPRINTS[name](**{option: value})
 
 
 def test_pca_keeps_the_directions_that_vary() -> None:

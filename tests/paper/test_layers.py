@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcache import ConfigError, LLMCache, UnsupportedModelError
+from llmcache import LLMCache, UnsupportedModelError
 from llmcache.models.weights import Weights
 from tests.contract.test_copies import sentences
 from tests.paper.reference import LAYERS, assert_close, run, served, wrapped
@@ -131,27 +131,6 @@ def test_what_an_entry_keeps_fits_any_length_if_it_is_one_vector(family: str, pa
 def served_by(cache: LLMCache, inputs: dict[str, Tensor]) -> Any:
     cache(**inputs)
     return cache.last
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"layers": [4]}, "this model has layers 0 to 3"),
-        ({"layers": []}, "name at least one"),
-        ({"payload": "cls"}, "layers='last'"),
-        ({"payload": "cls", "layers": [1]}, "layers='last'"),
-        ({"payload": "mean", "layers": "last"}, "classifier reads more"),
-        ({"tau": {1: 0.9}, "layers": [0, 2]}, r"tau: names layers \[1\]"),
-        ({"layers": [1], "fingerprint": {"name": "mean", "per_layer": True}}, "per layer"),
-        ({"fingerprint": {"name": "pca", "per_layer": True}}, "per_layer"),
-    ],
-)
-def test_layers_that_do_not_fit_are_refused(settings: dict[str, Any], message: str) -> None:
-    model = build(CLASSIFIERS["bert"])
-    before = [dict(module.__dict__) for module in model.modules()]
-    with pytest.raises(ConfigError, match=message):
-        LLMCache.wrap(model, **{"tau": 0.9, **settings})
-    assert [dict(module.__dict__) for module in model.modules()] == before
 
 
 def shared(family: str) -> Any:
