@@ -149,15 +149,9 @@ def decide(case: Case) -> dict[str, Any]:
     return {
         "limit": chosen.limit,
         "n_limits": len(found.curve),
-        "n_sources": found.n_sources,
-        "n_tested": found.n_tested,
-        "hit_rate": chosen.hit_rate,
-        "loss": chosen.loss,
-        "bound": chosen.bound,
-        "status": audit.status,
-        "n_drawn": audit.n_drawn,
-        "n_changed": audit.n_changed,
-        "n_quarantined": audit.n_quarantined,
+        **{name: getattr(found, name) for name in ("n_sources", "n_tested")},
+        **{name: getattr(chosen, name) for name in ("hit_rate", "loss", "bound")},
+        **{name: getattr(audit, name) for name in ("status", "n_drawn", "n_changed", "n_quarantined")},
         "served": served,
         "risks": risks,
     }

@@ -270,8 +270,11 @@ def test_unwrap_leaves_every_attribute_as_it_was(family: str, kind: str, setting
     check_same(ask(model, **inputs), expected, exact=True)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("bert", "classifier"), ("llama", "causal")])
-def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind", "settings"),
+    [("bert", "classifier", {}), ("llama", "causal", {}), ("bert", "classifier", {"tau": 0.9999})],
+)
+def test_unwrap_while_other_threads_call(family: str, kind: str, settings: dict[str, Any]) -> None:
     """docs/architecture.md: `unwrap` waits for no call; running calls answer right, and the model is as before."""
     model, done = fresh(family, kind), threading.Event()
     calls = [{"input_ids": tokens(2, length, seed=length % 4)} for length in range(4, 10)]
@@ -288,7 +291,7 @@ def test_unwrap_while_other_threads_call(family: str, kind: str) -> None:
         working = [pool.submit(work, number) for number in range(2)]
         try:
             for _ in range(4):
-                with LLMCache.wrap(model):
+                with LLMCache.wrap(model, **settings):
                     for call, output in zip(calls[:3], expected, strict=False):
                         check_same(ask(model, **call), output)
         finally:
@@ -372,30 +375,3 @@ def test_what_lies_on_top_of_the_cache_has_to_go_first() -> None:
     model.forward = below
     cache.unwrap()
     assert "forward" not in vars(model)
-
-
-# -- others that copy --------------------------------------------------------------------------------------------------
-
-
-def of_functions(model: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls the model with other weights, by `torch.func`."""
-    weights = {name: one.detach() * 1.5 for name, one in model.named_parameters()}
-    return lambda **inputs: torch.func.functional_call(model, weights, args=(), kwargs=inputs)
-
-
-@pytest.mark.parametrize(
-    ("family", "use"),
-    [
-        ("bert with a head", lambda model: torch.optim.swa_utils.AveragedModel(model).module),
-        ("bert with a head", of_functions),
-        ("bert with a head", nn.DataParallel),
-        ("llama", lambda model: copy.copy(copy.deepcopy(model))),
-    ],
-)
-def test_what_torch_makes_of_a_wrapped_model_answers_as_of_the_plain_one(family: str, use: Any) -> None:
-    """Trouble costs speed, never correctness: torch's copies and calls of a wrapped model answer right."""
-    with wrapped(MODELS[family]) as (cache, plain):
-        expected = ask(use(plain), **X)
-        for _ in range(2):
-            cache(**X)
-            check_same(ask(use(cache.model), **X), expected)

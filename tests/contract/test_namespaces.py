@@ -23,10 +23,10 @@ NAMES = ("default", "a", "b", "c")
 OF = {name: {"input_ids": tokens(1, 6, seed)} for seed, name in enumerate(NAMES, 100)}
 
 
-@pytest.fixture(scope="module")
-def cache() -> Iterator[LLMCache]:
+@pytest.fixture(scope="module", params=[{}, {"tau": 0.9999}, {"tau": 0.9999, "layers": "last"}], ids=str)
+def cache(request: pytest.FixtureRequest) -> Iterator[LLMCache]:
     """A cache with one request in each namespace."""
-    with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False) as cache:
+    with LLMCache.wrap(build(BARE["bert"]), auto_bypass=False, **request.param) as cache:
         for name in NAMES:
             with cache.namespace(name):
                 cache(**OF[name])
@@ -134,6 +134,17 @@ def test_tasks_keep_what_they_began_with(cache: LLMCache) -> None:
         [["b"], ["c"]] * 3,
     ]
     assert current(cache) == ["default"]
+
+
+def test_a_purge_reaches_one_namespace(cache: LLMCache) -> None:
+    """Purging a namespace removes its requests, and no others; what is asked there again is stored again."""
+    assert cache.purge(namespace="a") == 1
+    for name in NAMES:
+        with cache.namespace(name):
+            assert is_known(cache, OF[name]) == (name != "a")
+    with cache.namespace("a"):
+        cache(**OF["a"])
+        assert is_known(cache, OF["a"])
 
 
 @pytest.mark.parametrize("name", [1, None, b"a", "\ud800", type("Name", (str,), {})("a")])

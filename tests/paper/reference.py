@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from tests.contract.judge import ask, plain_answer
 from tests.tiny_models import BARE, CLASSIFIERS, build, states
 
 LAYERS = {
@@ -80,14 +81,12 @@ def wrapped(make: Make | str, **settings: Any) -> LLMCache:
 
 def run(model: nn.Module, **inputs: Any) -> Tensor:
     """Run a model in inference mode; return its logits or last states."""
-    with torch.inference_mode():
-        return states(model(**inputs))
+    return states(ask(model, **inputs))
 
 
 def plain(cache: LLMCache, **inputs: Any) -> Tensor:
     """Return a wrapped model's answer without its cache."""
-    with cache.disabled():
-        return states(cache(**inputs))
+    return states(plain_answer(cache, **inputs))
 
 
 def assert_close(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> None:

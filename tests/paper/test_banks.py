@@ -268,3 +268,5 @@ def test_settings_that_say_off_are_taken() -> None:
     assert cache.stats().hits == {"paper": 2}
     cache.restart_stats()
     assert (cache.stats().n_requests, cache.stats().hits_by_layer, cache.stats().n_stored) == (0, {}, 1)
+    cache.clear()
+    assert (cache.stats().n_stored, cache.stats().nbytes, cache.stats().index_nbytes) == (0, 0, 0)

@@ -1,7 +1,6 @@
 """Calls with `tau`: bypasses, edited weights, isolation, threads, and failures within."""
 
 import functools
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -53,15 +52,9 @@ def hook(model: Any) -> None:
 
 
 BYPASSES: dict[str, tuple[Callable[[LLMCache], Any], str]] = {
-    "gradients": (lambda cache: cache.model(**X), "gradients"),
     "training": (lambda cache: (cache.model.train(), cache(**X), cache.model.eval()), "training"),
-    "embeddings": (lambda cache: cache(inputs_embeds=torch.ones(2, 5, 32)), "inputs_embeds"),
-    "attentions": (lambda cache: cache(**X, output_attentions=True), "output_attentions"),
-    "states": (lambda cache: cache(**X, output_hidden_states=True), "output_hidden_states"),
     "hooks": (lambda cache: (hook(cache.model), cache(**X)), "hooked"),
-    "a float mask": (lambda cache: cache(X["input_ids"], attention_mask=X["attention_mask"] * 0.5), "mask_values"),
     "padding on the left": (lambda cache: cache(**padded([6, 4], left=True)), "head_reads_padding"),
-    "nothing but padding": (lambda cache: cache(torch.zeros(2, 4, dtype=torch.int64)), "no_content"),
     "a compiled layer": (lambda cache: (cache.model.bert.encoder.layer[1].compile(backend="eager"), cache(**X)),
                          "compiled_layers"),
 }  # fmt: skip
@@ -145,22 +138,6 @@ def test_nothing_is_stored_of_a_call_in_which(act: Any, bypassed: dict[str, int]
 
 
 @BOTH
-def test_namespaces_never_meet_and_are_purged_alone(settings: dict[str, Any]) -> None:
-    cache = wrapped("bert", tau=-1.0, **settings)
-    for name in ("north", "south"):
-        with cache.namespace(name):
-            cache(**X)
-            assert served(cache) == [False, False]
-    assert cache.purge(namespace="north") == 2
-    for name, hit in (("south", True), ("north", False)):
-        with cache.namespace(name):
-            cache(input_ids=IDS)
-            assert served(cache) == [hit]
-    cache.clear()
-    assert (cache.stats().n_stored, cache.stats().nbytes, cache.stats().index_nbytes) == (0, 0, 0)
-
-
-@BOTH
 def test_only_if_cached_answers_hits_and_raises_for_the_rest(settings: dict[str, Any]) -> None:
     cache = wrapped("bert", tau=0.9999, **settings)
     with cache.only_if_cached(), pytest.raises(NotCachedError) as raised:
@@ -205,18 +182,6 @@ def test_states_that_are_not_finite_have_no_fingerprint() -> None:
     for _ in range(2):
         cache(input_ids=ids)
     assert (cache.stats().n_hits, cache.stats().bypassed) == (1, {"not_finite": 2})
-
-
-def test_tokens_that_the_model_refuses_raise_as_without_a_cache() -> None:
-    cache, alone = wrapped("bert", tau=-1.0), build(CLASSIFIERS["bert"])
-    cache(**X)
-    for ids in (torch.tensor([[5, 96]]), tokens(1, 80)):
-        with pytest.raises(Exception) as expected:
-            run(alone, input_ids=ids)
-        with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
-            run(cache.model, input_ids=ids)
-    cache(**X)
-    assert served(cache) == [True, True]
 
 
 # -- failures within ---------------------------------------------------------------------------------------------------
