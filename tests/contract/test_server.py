@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 
 from tests.contract.servers import Answer, Command, Commands
-from tests.tiny_models import VOCABULARY, build, tokenizer
+from tests.tiny_models import BARE, GENERATORS, build, tokenizer
 
 PROMPTS = {"query": "w1 w2 w3 ", "document": "w4 ", "none": ""}
 TEXTS = ["w10 w11 w12", "w20", "w1 w2 w3 w10 w11 w12", "w7 w8 w9 w10 w11 w12 w13 w14 w15"]
@@ -45,20 +44,14 @@ def folder(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     made = tmp_path_factory.mktemp("models")
-    sizes: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
-    bert: Any = build(lambda: tf.BertModel(tf.BertConfig(**sizes)))
+    bert: Any = build(BARE["bert"])
     (broken,) = tokenizer()(BROKEN, add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         bert.embeddings.word_embeddings.weight[broken] = torch.nan
-    makes: dict[str, Any] = {
-        "bert": lambda: bert,
-        "decoder": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, pad_token_id=0, bos_token_id=2, eos_token_id=3)),
-    }
-    for name, make in makes.items():
-        (build(make) if name != "bert" else bert).save_pretrained(made / name)
+    for name, model, template in (("bert", bert, None), ("decoder", build(GENERATORS["llama"]), TEMPLATE)):
+        model.save_pretrained(made / name)
         words = tokenizer()
-        words.chat_template = TEMPLATE if name == "decoder" else None
+        words.chat_template = template
         words.save_pretrained(made / name)
     torch.manual_seed(0)
     pooling = Pooling(32, pooling_mode="mean", include_prompt=False)

@@ -11,6 +11,7 @@ from torch import nn
 from llmcache import ConfigError, LLMCache, WrapError
 from tests.contract.judge import ask, check_same, wrapped
 from tests.contract.models import fresh
+from tests.contract.test_coupled_rows import LargestOfAll
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokenizer, tokens
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10"]
@@ -95,7 +96,7 @@ def test_why_a_stored_prompt_did_not_serve_a_call(case: str) -> None:
     family, settings, call, advised = MISSED[case]
     model = fresh(family, "causal")
     if case == "coupled":
-        model.model.layers[0].mlp = Largest()
+        model.model.layers[0].mlp = LargestOfAll()
     with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
         cache(input_ids=STEM)
         told, *others = cache.explain(**call)
@@ -107,13 +108,6 @@ def test_why_a_stored_prompt_did_not_serve_a_call(case: str) -> None:
         assert [one.missed for one in cache.last] == [
             None if case == "no_kv" else one.outcome.missed for one in (told, *others)
         ]
-
-
-class Largest(nn.Module):
-    """Scales by the largest value of the call."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden / hidden.abs().max()
 
 
 def test_a_bypass_is_logged_once_for_a_model_and_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """A user's mistakes are refused with the key, the value and the fix."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,27 +125,22 @@ def test_wrong_settings_made_by_hand_are_told_at_once() -> None:
         CacheConfig.make({"tau": 3, "polcy": "lru"}, max_bytes=0)
 
 
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[bytes], Path]:
-    """Writes a file of settings."""
-
-    def act(data: bytes) -> Path:
-        (tmp_path / "cache.yaml").write_bytes(data)
-        return tmp_path / "cache.yaml"
-
-    return act
+def write(folder: Path, data: bytes) -> Path:
+    """Write a file of settings."""
+    (folder / "cache.yaml").write_bytes(data)
+    return folder / "cache.yaml"
 
 
-def test_settings_come_from_files_and_those_beside_them_first(write: Callable[[bytes], Path]) -> None:
-    path = write(b"tau: 0.5\npolicy: {name: ttl, ttl_s: 60}\nmax_entries: 3\n")
+def test_settings_come_from_files_and_those_beside_them_first(tmp_path: Path) -> None:
+    path = write(tmp_path, b"tau: 0.5\npolicy: {name: ttl, ttl_s: 60}\nmax_entries: 3\n")
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), config=path, max_entries=7)
     assert (cache.config.tau, cache.config.max_entries, cache.config.policy.options) == (0.5, 7, {"ttl_s": 60})
     assert CacheConfig.from_yaml(str(path)).max_entries == 3
     assert CacheConfig.make(CacheConfig(tau=0.5), max_entries=2) == CacheConfig(tau=0.5, max_entries=2)
-    assert CacheConfig.from_yaml(write(b"# nothing\n")) == CacheConfig()
-    marked = write(b"\xef\xbb\xbftau: 0.5\npolicy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n")
-    assert CacheConfig.from_yaml(marked).policy.name == "ttl"
-    assert CacheConfig.from_yaml(marked).index.options == {"ttl_s": 60}
+    assert CacheConfig.from_yaml(write(tmp_path, b"# nothing\n")) == CacheConfig()
+    text = b"\xef\xbb\xbftau: 0.5\npolicy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n"
+    marked = CacheConfig.from_yaml(write(tmp_path, text))
+    assert (marked.policy.name, marked.index.options) == ("ttl", {"ttl_s": 60})
 
 
 BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
@@ -175,9 +169,9 @@ NO_SETTINGS = {
 
 
 @pytest.mark.parametrize(("data", "part"), NO_SETTINGS.values(), ids=NO_SETTINGS)
-def test_files_of_any_bytes_are_one_line(write: Callable[[bytes], Path], data: bytes, part: str) -> None:
+def test_files_of_any_bytes_are_one_line(tmp_path: Path, data: bytes, part: str) -> None:
     with pytest.raises(ConfigError, match=part) as refusal:
-        CacheConfig.from_yaml(write(data))
+        CacheConfig.from_yaml(write(tmp_path, data))
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 3000
 
