@@ -40,6 +40,7 @@ class Within:
 
 BYPASSES: dict[str, Callable[[LLMCache], Any]] = {
     "training": lambda cache: (cache.model.train(), cache(**X), cache.model.eval()),
+    "inputs_embeds": lambda cache: cache(inputs_embeds=torch.ones(2, 5, 32)),
     "hooked": lambda cache: (layer(cache).attention.register_forward_hook(lambda *_: None), cache(**X)),
     "mask_values": lambda cache: cache(X["input_ids"], attention_mask=X["attention_mask"] * 0.5),
     "head_reads_padding": lambda cache: cache(**padded([6, 4], left=True)),
