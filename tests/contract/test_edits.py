@@ -202,12 +202,6 @@ def step(model: Any) -> None:
     optimizer.zero_grad()
 
 
-def average(model: Any) -> None:
-    """Blend in averaged weights, as trainers do before evaluation."""
-    for parameter, mean in zip(model.parameters(), another().parameters(), strict=True):
-        parameter.data.lerp_(mean.data, 0.5)
-
-
 def scaled(model: Any) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(1.1)
@@ -220,13 +214,9 @@ def half(output: Any) -> Any:
     return (output[0] * 0.5, *output[1:]) if isinstance(output, tuple) else output * 0.5
 
 
-def other_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    return self.dense(hidden_states) * 0.5  # type: ignore[no-any-return]
-
-
 def patched_part(model: Any) -> None:
     part = model.encoder.layer[1].intermediate
-    part.forward = types.MethodType(other_forward, part)
+    part.forward = types.MethodType(lambda self, hidden: self.dense(hidden) * 0.5, part)
 
 
 def patched_layer(model: Any) -> None:
@@ -254,7 +244,6 @@ OF_WEIGHTS: dict[str, Sequence[Edit]] = {
     ".data of one weight, times": [lambda m: weight(m).data.mul_(1.5)],
     ".data of a bias": [lambda m: m.encoder.layer[3].output.dense.bias.data.add_(0.5)],
     ".data of another": [lambda m: setattr(weight(m), "data", torch.randn(32, 48))],
-    ".data of all, averaged": [average],
     "a NumPy view": [lambda m: weight(m).detach().numpy().__imul__(1.5)],
     "a vector of all": [lambda m: vector_to_parameters(parameters_to_vector(m.parameters()) * 1.1, m.parameters())],
     "memory with another counter": [lambda m: alias(weight(m).data).mul_(1.5)],
