@@ -189,7 +189,7 @@ def test_no_write_is_lost_on_a_server_that_is_too_slow_for_reads(server: RedisSe
     """`timeout_ms` limits what a request waits for: every write behind the answers reaches a slow server."""
     texts = [tokens(1, 12, seed) for seed in range(20)]
     with on_redis(server.url, timeout_ms=5.0) as cache:
-        server.do("CLIENT", "PAUSE", 300, "WRITE")
+        server.do("CLIENT", "PAUSE", 600, "WRITE")
         for number, ids in enumerate(texts):
             with cache.namespace(f"{number % 3}"):
                 cache(input_ids=ids)
