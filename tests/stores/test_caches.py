@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from experiments.measures.over_http.processes import free_port
+from experiments.measures.over_http.servers import free_port
 from llmcache import ConfigError, LLMCache
 from llmcache.memory.stores.disk import DiskStore
 from tests.contract.judge import check_same
