@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -64,6 +65,7 @@ class StandIn:
 
     def replaced(self, pid: int, longest_s: float) -> None:
         self._process.wait()
+        time.sleep(1)  # requests come meanwhile
         self._process = subprocess.Popen(self._command)
         wait_until(lambda: is_ready(self.port))
 
