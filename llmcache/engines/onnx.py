@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -153,6 +153,8 @@ class OnnxTrunk(GraphEngine):
     def _session(self) -> Any:
         """Return the session of this process and torch's number of threads, opened at first use."""
         key = os.getpid(), torch.get_num_threads()
+        if (session := self._sessions.get(key)) is not None:  # without the lock: opening another one takes a second
+            return session
         with self._opening:
             if key not in self._sessions:  # a parent's sessions stay: they would wait for threads that are not here
                 self._sessions[key] = self._open(key[1])
@@ -176,7 +178,8 @@ class OnnxTrunk(GraphEngine):
         """Return a digest of all that the graph depends on."""
         twin = self.twin
         versions = [torch.__version__, transformers.__version__]
-        made_by = [version(name) for name in ("onnx", "onnxscript", "onnxruntime")]
+        # Of the modules: ONNX Runtime comes in distributions of several names.
+        made_by = [import_module(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")]
         precision = [self._precision, *made_by, _has_vnni()] if self._precision == "int8" else []
         facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions, *precision]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -49,7 +49,7 @@ class OutputFormats(dict[tuple[Any, ...], T | None], Generic[T]):
 
     def state(self) -> list[list[Any]]:
         """Return the arguments of `add_described` for every kind that can be served."""
-        own = dict(self.describe(kind) for kind, form in list(self.items()) if form is not None)
+        own = {digest_of(kind): self._describe(form) for kind, form in list(self.items()) if form is not None}
         return [list(one) for one in (self._described | own).items()]
 
 

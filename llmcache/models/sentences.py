@@ -134,8 +134,8 @@ class Features(dict[str, Any]):
 
     def _fill(self) -> None:
         """Compute the states, unless they were computed or replaced."""
-        if self._compute is not None:
-            super().__setitem__(_TOKENS, self._compute())
+        if (compute := self._compute) is not None:
+            super().__setitem__(_TOKENS, compute())
             self._compute = None  # not earlier: if it raises, the states are still missing
 
     def __setitem__(self, key: str, value: Any) -> None:

@@ -120,8 +120,9 @@ class CallSignatures:
             return "other_pooling"
         n_hooks = RemovableHandle.next_id
         if n_hooks != state.n_hooks or any(state.hooks):
-            state.n_hooks = -1 if are_hooked(parts_of(self._trunk.module)) else n_hooks
-            if state.n_hooks == -1:  # a hit would not run them
+            is_hooked = are_hooked(parts_of(self._trunk.module))
+            state.n_hooks = -1 if is_hooked else n_hooks
+            if is_hooked:  # a hit would not run them
                 return "hooked"
         autocast = ""
         if torch._C._is_any_autocast_enabled():

@@ -18,6 +18,7 @@ from llmcache.reuse.calibration import training
 from llmcache.reuse.calibration.calibration import Costs, HoldoutOutcome, choose_shares, combined, try_limits
 from tests import inside
 from tests.calibration.drafting import BOTH, MAX_DROP, only_copy, only_model, stranger, student, wrap
+from tests.contract.models import fresh
 from tests.contract.streams import ask, batched, classifier, requests
 from tests.tiny_models import tokenizer
 
@@ -172,6 +173,13 @@ def test_a_head_that_takes_one_row_at_a_time_has_a_draft(home: Path) -> None:
     model = classifier()
     model.classifier = Single(32, 5)
     assert inside.draft(wrap(home, model.eval())).drafter_name
+
+
+@pytest.mark.slow
+def test_a_decoder_has_a_draft(home: Path) -> None:
+    model = fresh("gpt2", "classifier")
+    model.config.pad_token_id = None
+    assert inside.draft(wrap(home, model)).drafter_name
 
 
 @pytest.mark.slow

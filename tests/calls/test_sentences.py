@@ -145,7 +145,11 @@ def test_no_vector_stands_for_states(model: Any, extension: str) -> None:
         check_same(states[where], seen[0][where])
 
 
-def test_texts_are_observed_as_their_own_tokenizer_reads_them(model: Any) -> None:
+@pytest.mark.slow
+def test_they_are_calibrated_on_texts_that_their_own_tokenizer_reads(model: Any) -> None:
+    texts = [f"w{number % 40} w{number % 31}" for number in range(500)]
     with LLMCache.wrap(model, payload="mean") as cache:
+        found = cache.calibrate(texts, max_drop=0.05)
+        assert found.n_sources + found.n_tested == len(set(texts))
         observed = cache.observe(TEXTS)
         assert [case.row.n_valid for case in observed] == [len(ids) for ids in model.tokenizer(TEXTS)["input_ids"]]

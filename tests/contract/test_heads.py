@@ -166,3 +166,15 @@ def test_a_head_that_reads_padding_is_not_given_another_request_s() -> None:
         assert [row.rung for row in cache.last] == ["paper", None]
     assert torch.isfinite(found).all()
     check_same(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("payload", ["auto", "mean"])
+def test_a_pooler_over_padding_on_the_left_is_the_models(payload: str) -> None:
+    """It reads the first column, whose state depends on how many columns are padded."""
+    model, plain = (build(lambda: tf.BertModel(tf.BertConfig(**SIZES))) for _ in range(2))
+    with LLMCache.wrap(model, payload=payload), torch.inference_mode():
+        for n_padding in (0, 2, 3):
+            mask = torch.tensor([[0] * n_padding + [1] * 6])
+            ids = torch.cat([torch.zeros(1, n_padding, dtype=torch.int64), tokens(1, 6, seed=4)], dim=1)
+            inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+            check_same(model(**inputs).pooler_output, plain(**inputs).pooler_output)

@@ -18,7 +18,7 @@ from llmcache.errors import ConfigError, NotCachedError
 from tests.contract.judge import ask
 from tests.tiny_models import BARE, GENERATORS, build, tokens
 
-NAMES = ("default", "a", "b", "c")
+NAMES = ("default", "a", "b", "c", "A", "a ", "\u00e4", "a\u0308")  # told apart by their characters
 #: One request per namespace, stored there only.
 OF = {name: {"input_ids": tokens(1, 6, seed)} for seed, name in enumerate(NAMES, 100)}
 

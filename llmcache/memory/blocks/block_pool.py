@@ -165,7 +165,7 @@ class BlockPool:
         with self._lock:
             n_tails = self.n_tails
             self.purges.clear(namespace)
-            self._drop_from(*self._shares.keys(namespace))
+            self._drop_from(*reversed(self._shares.keys(namespace)))  # last first: each is then the end of its chain
             return n_tails - self.n_tails
 
     def forget(self, keys: Sequence[str]) -> int:

@@ -36,12 +36,19 @@ class StoreKey:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A value to store."""
+    """A value to store.
+
+    Attributes:
+        key: Key of the value.
+        value: Bytes made by `seal.Seal`.
+        number: Number of the namespace before the value was computed; see `Store.numbers`.
+        since: A cursor from before the value was computed; see `Store.purges`.
+    """
 
     key: StoreKey
-    value: Bytes  # made by `seal.Seal`
-    number: int  # of the namespace before the value was computed; see `Store.numbers`
-    since: str  # a cursor from before the value was computed; see `Store.purges`
+    value: Bytes
+    number: int
+    since: str
 
 
 def forgets_of(namespace: str) -> str:
@@ -51,29 +58,47 @@ def forgets_of(namespace: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """A purge: values of one namespace, a whole namespace, or everything."""
+    """A purge: values of one namespace, a whole namespace, or everything.
 
-    namespace: str | None  # None: all
-    names: tuple[str, ...] = ()  # of the forgotten values; empty for the whole namespace
+    Attributes:
+        namespace: The namespace, or None for all.
+        names: Names of the forgotten values; empty for the whole namespace.
+    """
+
+    namespace: str | None
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Purges:
-    """The purges since a cursor."""
+    """The purges since a cursor.
 
-    found: Sequence[Purge] = ()  # in order
-    cursor: str = ""  # to pass to the next call
-    is_complete: bool = True  # no purge is missing; if False, compare the numbers of all namespaces you hold
+    Attributes:
+        found: The purges, in order.
+        cursor: The cursor to pass to the next call.
+        is_complete: Whether no purge is missing. If False, compare the numbers of all namespaces you hold.
+    """
+
+    found: Sequence[Purge] = ()
+    cursor: str = ""
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The size of a store."""
+    """The size of a store.
 
-    n_values: int  # number of values held
-    nbytes: int  # their size in bytes
-    max_bytes: int | None = None  # budget in bytes; None if the server sets it
-    n_evicted: int = 0  # values evicted for lack of room since this store was opened
+    Attributes:
+        n_values: Number of values held.
+        nbytes: Their size in bytes.
+        max_bytes: Budget in bytes; None if the server sets it.
+        n_evicted: Values evicted for lack of room since this store was opened.
+    """
+
+    n_values: int
+    nbytes: int
+    max_bytes: int | None = None
+    n_evicted: int = 0
 
 
 class Memory(Protocol):

@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from math import inf
 from time import monotonic, perf_counter
 from typing import Any, TypeVar
@@ -296,5 +295,5 @@ class Tier:
             read_ms=1e3 * self._read_s,
             least_tokens=self.break_even.least_tokens,
             is_answering=not self._behind.reads.is_open,
-            **(dict.fromkeys(("n_values", "nbytes", "max_bytes", "n_evicted")) if held is None else asdict(held)),
+            **{name: getattr(held, name, None) for name in ("n_values", "nbytes", "max_bytes", "n_evicted")},
         )
