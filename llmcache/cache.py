@@ -152,8 +152,11 @@ class LLMCache:
             folder: A folder that `save` wrote.
             config: Settings that replace all saved ones, as for `wrap`. Only `policy`, `auto_bypass`, `engine` and
                 budgets may differ; budgets of a calibrated cache may only be raised.
-            tokenizer, answer_of, digest, embeddings: As for `wrap`.
+            tokenizer: As for `wrap`.
+            answer_of: As for `wrap`.
             rungs: As for `wrap`; `save` does not write them.
+            digest: As for `wrap`.
+            embeddings: As for `wrap`.
             draft: The model that drafts, if the cache was wrapped with one; `save` does not write it. Or the setting.
             **settings: Single settings, which override those of `config`, or else of the save.
 
