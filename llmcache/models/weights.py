@@ -82,9 +82,10 @@ class Snapshot:
         return self.numbers == other.numbers and all(map(is_, self.held, other.held))
 
     def is_alike(self, other: "Snapshot") -> bool:
-        """Whether all but numbers are equal."""
+        """Whether all but numbers are equal, of which there are as many."""
+        are_as_many = list(map(len, self.numbers)) == list(map(len, other.numbers))
         are_identical = all(map(is_, self.held, other.held)) and all(map(is_, self.settings, other.settings))
-        return are_identical and self.contents == other.contents
+        return are_as_many and are_identical and self.contents == other.contents
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Snapshot) and self.numbers == other.numbers and self.is_alike(other)

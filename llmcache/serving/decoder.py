@@ -133,11 +133,13 @@ class Decoder:
         Tokens are put into the queue `arrived`, which several answers may share.
         """
         key = (namespace, ids, sampling)
-        if is_first := key not in self._flights:
+        flight = self._flights.get(key)
+        is_first = flight is None
+        if flight is None:
             flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
             self._active.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
-        return Generating(self, self._flights[key], is_first, arrived)
+        return Generating(self, flight, is_first, arrived)
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
         """Generate two tokens from a prompt of `n_tokens` tokens, twice. Runs in the model thread."""

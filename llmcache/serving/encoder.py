@@ -135,9 +135,11 @@ class Encoder:
         If the server has keys, inputs are also looked up in the namespace `public`. See `Tokenizing.encode`.
         """
         outputs: list[Output | Refusal] = []
-        while len(outputs) < len(items) and not any(isinstance(one, Refusal) for one in outputs):
-            part = items[len(outputs) : len(outputs) + _TURN_INPUTS]
-            outputs += await self._run_part(part, namespace, truncate, side)
+        for first in range(0, len(items), _TURN_INPUTS):
+            part = await self._run_part(items[first : first + _TURN_INPUTS], namespace, truncate, side)
+            outputs += part
+            if any(isinstance(one, Refusal) for one in part):
+                break
         return outputs
 
     async def _run_part(

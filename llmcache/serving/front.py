@@ -156,7 +156,8 @@ class Front:
         finally:
             self._metrics.n_concurrent -= 1
             self._n_by_tenant[tenant.name] -= 1
-            self._n_by_tenant = +self._n_by_tenant  # without zeros: key names change over time
+            if not self._n_by_tenant[tenant.name]:
+                del self._n_by_tenant[tenant.name]  # key names change over time
 
     def _authenticate(self, scope: Scope, needed: keys_of.Scope, allowed: Sequence[str]) -> Tenant:
         """Return the tenant of the key in `Authorization: Bearer KEY`, or in the password of `Basic`, for browsers."""
@@ -210,7 +211,8 @@ class Front:
             raise Refusal("timeout", f"the body was not complete after {most_s:g} s") from None
         finally:
             self._n_bytes_by_tenant[tenant] -= n_bytes
-            self._n_bytes_by_tenant = +self._n_bytes_by_tenant
+            if not self._n_bytes_by_tenant[tenant]:
+                del self._n_bytes_by_tenant[tenant]
 
 
 def scope_of(method: str, path: str) -> keys_of.Scope | None:

@@ -230,9 +230,11 @@ def _checked(path: Path, found: Sequence[Any]) -> list[KeyEntry]:
     """Return validated entries; names and hashes must be unique."""
     entries = [_entry(path, number, one) for number, one in enumerate(found)]
     for field in ("name", "hash"):
-        first = {getattr(entry, field): entry for entry in reversed(entries)}
-        if again := next((entry for entry in entries if first[getattr(entry, field)] is not entry), None):
-            raise ConfigError(f"{path}: key {again.name!r}: another key has the same {field}")
+        seen: set[str] = set()
+        for entry in entries:
+            if getattr(entry, field) in seen:
+                raise ConfigError(f"{path}: key {entry.name!r}: another key has the same {field}")
+            seen.add(getattr(entry, field))
     return entries
 
 

@@ -22,8 +22,8 @@ from llmcache.reuse.audit.account import AuditAccount
 from llmcache.reuse.audit.idle_worker import Preempted
 from llmcache.reuse.audit.recomputer import Recomputer
 from tests import inside
-from tests.audit.test_idle_worker import wait_until
 from tests.contract.streams import calibrated, classifier
+from tests.redis_server import wait_until
 from tests.topics import N_CALIBRATED, Inputs, Reading, ask, batched, edited, known, requests, rungs_of
 
 N = N_CALIBRATED

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmcache.reuse.audit.idle_worker import IdleWorker, Job
+from tests.redis_server import wait_until
 
 
 class Owner:
@@ -20,13 +21,6 @@ class Owner:
 
     def add(self, what: object = None) -> None:
         self.worker.add(Job(lambda owner: owner.done.append((what, threading.current_thread().name))))
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_job_is_done_by_a_thread_of_its_own_once_nobody_calls() -> None:
