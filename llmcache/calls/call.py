@@ -33,7 +33,7 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import DECIDING, count_rows
-from llmcache.models.hooks import Swap
+from llmcache.models.hooks import Distinct, Swap
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.sentences import Compute, deferred
@@ -224,6 +224,22 @@ class Rows(Path):
 
     def _compute(self, call: Call, numbers: Sequence[int]) -> Any:
         """Run the engine on rows of a call, given by number."""
+        started, prefix = perf_counter(), self._forward.prefix
+        call.beginnings = None if prefix is None else prefix.share(call, numbers)
+        try:
+            call.output = self._run(call, numbers) if call.beginnings is None else call.beginnings.answer(call)
+        except Exception as error:
+            if call.beginnings is None:
+                raise
+            call.beginnings = None
+            call.output = self._run(call, numbers)  # an error of the model is raised again here
+            self._counters.error("share beginnings", error)
+        call.computing_s = perf_counter() - started
+        call.computed = {number: place for place, number in enumerate(numbers)}
+        return call.output
+
+    def _run(self, call: Call, numbers: Sequence[int]) -> Any:
+        """Run the engine on rows of a call as they are."""
         args, kwargs, arguments = call.args, call.kwargs, self._forward.arguments
         if len(numbers) < len(call.rows):
             index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
@@ -233,11 +249,7 @@ class Rows(Path):
                     args, kwargs = arguments.replace(args, kwargs, name, value.index_select(0, index))
         if self._forward.signatures.keeps_no_kv:
             args, kwargs = arguments.replace(args, kwargs, "use_cache", False)
-        started = perf_counter()
-        call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
-        call.computing_s = perf_counter() - started
-        call.computed = {number: place for place, number in enumerate(numbers)}
-        return call.output
+        return call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
 
     def store(self, call: Call, output: Any) -> str | None:
         n_tokens = call.arguments["input_ids"].shape[1]
@@ -249,8 +261,12 @@ class Rows(Path):
                 return "more_output"
         elif not packing.fits(call.output, len(call.computed), n_tokens):
             return None  # differs from earlier outputs of this kind: counted as a miss, not stored
+        if call.beginnings is not None:
+            call.beginnings.store(call, call.output)
         for number, place in call.computed.items():
             row = call.rows[number]
+            if self._is_cheap(call, row):
+                continue
             if not row.bypass_reason and (call.is_collected or row.same_as not in call.computed):
                 keeps_padding = row.has_layout or bool(row.layout)
                 fields, padding = packing.take(call.output, place, row.valid, keeps_padding, self._device)
@@ -263,6 +279,13 @@ class Rows(Path):
                 self._stored.put(call, call.entries.values())
         return None
 
+    def _is_cheap(self, call: Call, row: Row) -> bool:
+        """Whether no more than a block of a row had to be computed, as in each step of a decoding without K/V."""
+        prefix = self._forward.prefix
+        if prefix is None or call.beginnings is None or self._payload.fits_any_length:
+            return False
+        return call.beginnings.outcome(call, row).n_prefix + prefix.blocks.size >= row.n_valid
+
     def n_computed(self, call: Call) -> int:
         return len(call.computed) * int(call.arguments["input_ids"].shape[1])
 
@@ -272,6 +295,8 @@ class Rows(Path):
         if row.number in call.copied:
             return Outcome(row.key, "exact", self._depth - 1, row.key, 1.0)
         hit, choice = call.hits.get(row.number), call.choices.get(row.number)
+        if hit is None and call.beginnings is not None and (found := call.beginnings.outcome(call, row)).rung:
+            return found
         if hit is None:
             similarity, risk = (None, None) if choice is None else (choice.similarity, choice.risk)
             missed = "coupled" if call.is_coupled and len(call.rows) > 1 else None
@@ -324,15 +349,17 @@ class CachedForward(Swap, ContextFlags):
         self.prepared = PreparedCalls()
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
-        #: How many of the last columns a language-model head reads, while it runs; None: unknown.
+        #: How many of the last columns a language-model head reads, while it runs; 0: each, for itself; None: unknown.
         self.n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
+        #: The states that were returned last within a language-model head, if some are equal.
+        self.distinct: ContextVar[Distinct | None] = ContextVar("llmcache_distinct", default=None)
         #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         self.rows = Rows(self, wrapped, bank, tier, rungs)
         self.prefix = None
         if blocks is not None:
             stored = None if tier is None else StoredBlocks(tier, blocks)
-            self.prefix = Prefix(wrapped, blocks, stored, self.arguments, self.eager, self.chunks)
+            self.prefix = Prefix(wrapped, blocks, stored, self.arguments, self.eager, self.chunks, self.distinct)
 
     def use(self, reuse: "Off | Approximate") -> None:
         """Reuse approximately from now on; nothing is served so before it is calibrated."""

@@ -31,7 +31,7 @@ from llmcache.memory.stores.seal import SECRET, Seal
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import Trunk, device_of, find_others
 from llmcache.models.callables import CallableTrunk
-from llmcache.models.hooks import HeadSwap, Installed, Listener, Passed, Swap, find_lm_head
+from llmcache.models.hooks import HeadSwap, Installed, Listener, LogitsSwap, Passed, Swap, find_lm_head, find_logits
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Payload
 from llmcache.models.sentences import SentenceSwap
@@ -81,7 +81,11 @@ class Core:
         self.installed.add(self.forward.remove)
         try:
             if self.blocks is not None and (lm_head := find_lm_head(model, trunk)) is not None:
-                self.installed.add(HeadSwap(lm_head, self.forward, self.forward.n_read.set).remove)
+                self.installed.add(
+                    HeadSwap(lm_head, self.forward, self.forward.n_read.set, self.forward.distinct).remove
+                )
+                if (logits := find_logits(lm_head)) is not None:
+                    self.installed.add(LogitsSwap(logits, self.forward, self.forward.distinct).remove)
             if head.pooled is not None and not wrapped.keeps_tokens:
                 swap = SentenceSwap(head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
@@ -328,9 +332,9 @@ class Core:
 
 
 def _make_blocks(wrapped: Wrapped, purges: Purges, spent: Callable[[], int]) -> BlockPool | None:
-    """Return a block pool for calls that keep K/V; None if the model makes no K/V or entries keep one vector."""
+    """Return a block pool for a model that makes K/V; None if it makes none, or no call would be served from it."""
     config = wrapped.config
-    if not (wrapped.trunk.makes_kv and wrapped.keeps_tokens):
+    if not (wrapped.trunk.makes_kv and (wrapped.keeps_tokens or (config.prefix is not None and wrapped.causal.cuts))):
         return None
     make_policy = partial(config.policy.build, POLICIES)
     return BlockPool(_block_of(config), config.max_bytes, wrapped.device, make_policy, spent, purges)

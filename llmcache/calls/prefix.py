@@ -1,30 +1,39 @@
-"""Serves calls that keep K/V from blocks of tokens: whole requests and known prefixes.
+"""Computes prompts from blocks of tokens and from each other: whole requests, known prefixes, shared beginnings.
 
-If the rows of a call have known prefixes, the trunk runs on the remaining columns only, like the second chunk of a
-chunked prefill; it makes masks and positions itself. All rows of a batch are cut at the same column, so the row with
-the shortest known prefix decides; a block that reaches beyond the cut is used in part. Columns in which a row has
-padding are cut only if the head does not read them: `generate()` reads the last logits only.
+A single prompt without padding is cut at the last known token, and the trunk runs on the remaining columns with the
+caller's K/V cache, like the second chunk of a chunked prefill. The rows of a batch, and rows with padding, become a
+tree (`tree.py`), which computes each different token once; the caller's K/V cache is filled from its columns. States at
+padding are zeros then. Rows whose padding may be read, or whose positions are not consecutive, are computed apart.
+
+Calls that keep no K/V share beginnings too. Of these, K/V is stored only where it is needed again: for beginnings that
+rows of the call share, or that an earlier call had.
+
+All blocks hold keys at positions that count from 0 if the trunk's keys can be rotated, else from the first token's own.
 
 Sizes: B rows, T tokens per row (padding included), n valid tokens, C columns cut, L layers, H K/V heads, D_h width of
 a head, D hidden width, b tokens per block.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
 from llmcache.calls.chunks import Chunks
-from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last_states, lay, put, with_states
+from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last_states, put, with_states
 from llmcache.calls.stored_blocks import StoredBlocks, Wanted, block_name
 from llmcache.calls.stored_entries import entry_name
+from llmcache.calls.tree import PAYS, Branch, Columns, Known, Part, Pool, Tree
 from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager
 from llmcache.memory.blocks.block import NAMES, Block, Link, Slab, first_tokens, links, runs
@@ -32,7 +41,8 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.blocks.slabs import slab_blocks
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
-from llmcache.models.hooks import are_hooked
+from llmcache.models.causal import rotate
+from llmcache.models.hooks import Distinct, are_hooked
 from llmcache.models.masks import cut
 from llmcache.models.output_formats import OutputFormats, name_of, type_of
 from llmcache.models.packing import STATES, padding_of, parts_of
@@ -40,11 +50,11 @@ from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.call import Call, Path
-from llmcache.support.arrays import Positions
+from llmcache.support.arrays import Ids, Positions
 from llmcache.support.context import scoped
+from llmcache.support.threads import forkable
 
-#: Runs the trunk with positional and keyword arguments.
-Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_MOST_SEEN = 2**16  # keys of blocks
 Kind = tuple[type, tuple[str, ...], bool]  # see `Prefix.kinds`
 
 
@@ -59,15 +69,22 @@ class Prefix:
         arguments: Arguments,
         eager: Eager,
         chunks: ContextVar[Chunks | None],
+        distinct: ContextVar[Distinct | None],
     ) -> None:
-        """Serve from `blocks` and from the store `stored`, and run what is left in `chunks`, if any, by `eager`."""
+        """Serve from `blocks` and from the store `stored`, and run what is left in `chunks`, if any, by `eager`.
+
+        `distinct` is told which rows of the returned states are equal.
+        """
         config, trunk = wrapped.config, wrapped.trunk
-        # For a trunk matched by shape alone, padding behaviour and other outputs are unknown.
-        self._cuts = config.prefix is not None and trunk.adapter.is_causal and not trunk.adapter.is_guess
+        self._causal = wrapped.causal
+        self._cuts = config.prefix is not None and self._causal.cuts
+        self._heeds_mask = wrapped.head.pooled is not None or wrapped.head.reads == "pooled"
         self._stored, self._is_exact, self._counters = stored, config.serves_exact, wrapped.counters
         self._trunk, self.blocks, self._arguments, self._eager = trunk, blocks, arguments, eager
         self.depth = trunk.depth
-        self._chunks = chunks
+        self._chunks, self._distinct = chunks, distinct
+        self._seen: OrderedDict[str, None] = OrderedDict()  # keys of blocks that calls without K/V began with
+        self._lock = forkable(threading.Lock())
         #: By kind of call: class and field names of its output, and whether the trunk was seen to make a plain
         #: `DynamicCache`; None if the output is not understood.
         self.kinds = OutputFormats[Kind](lambda known: [name_of(known[0]), *known[1:]], _read_kind)
@@ -91,8 +108,23 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        has_chains = not (call.is_activated or call.is_coupled or call.state.sees_later)
-        return Prefill(self, kv_cache, has_chains)
+        return Prefill(self, kv_cache, self._has_chains(call), range(len(call.rows)))
+
+    def share(self, call: Call, numbers: Sequence[int]) -> "Prefill | None":
+        """Return the plan for rows of a call that keeps no K/V; None if they cannot share beginnings."""
+        if not (self._cuts and self._has_chains(call)) or call.is_collected or call.engine is not self._eager:
+            return None
+        if call.mask_4d is not None or call.arguments.get("token_type_ids") is not None:
+            return None
+        prefill = Prefill(self, None, True, numbers, hands_out=False)
+        try:
+            self._look_up_beginnings(call, prefill)
+        except Exception as error:
+            self._counters.error("look up a prefix", error)
+        return prefill if prefill.tree is not None else None
+
+    def _has_chains(self, call: Call) -> bool:
+        return not (call.is_activated or call.is_coupled or call.state.sees_later)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
@@ -107,7 +139,7 @@ class Prefix:
     # -- look up -------------------------------------------------------------------------------------------------------
 
     def look_up(self, call: Call, prefill: "Prefill") -> None:
-        """Find rows that are held in full, or else how many columns need not be run."""
+        """Find rows that are held in full, and what is known of the others."""
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
         if prefill.kv_cache is None:
@@ -127,14 +159,29 @@ class Prefix:
             return
         if call.is_coupled:
             prefill.whole = {}
-        is_mixed = any(row.bypass_reason or row.start is None for row in call.rows)
-        if self._cuts and prefill.has_chains and not is_mixed:
-            self._find_cut(call, prefill)
+        if self._cuts and prefill.has_chains:
+            self._plan(call, prefill)
         else:
             known = [row for row in call.rows if self.blocks.n_held(self._chain(call, prefill, row))]
-            prefill.missed = {row.number: "batch" if self._cuts else "whole_prompts" for row in known}
-        if prefill.served_tokens:
-            prefill.whole = {}
+            prefill.missed = {row.number: "whole_prompts" for row in known}
+
+    def _look_up_beginnings(self, call: Call, prefill: "Prefill") -> None:
+        """Find what is known of the rows of a call that keeps no K/V."""
+        if self._stored is not None:
+            self._recall(call, prefill, self._stored)
+        wanted = {number: self._count_seen(self._chain(call, prefill, call.rows[number])) for number in prefill.numbers}
+        self._plan(call, prefill, wanted)
+
+    def _count_seen(self, links: Sequence[Link]) -> int:
+        """Return how many tokens of a row an earlier call without K/V began with; record its blocks."""
+        with self._lock:
+            n = next((i for i, link in enumerate(links) if link.key not in self._seen), len(links))
+            for link in links:
+                self._seen[link.key] = None
+                self._seen.move_to_end(link.key)
+            while len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+        return n * self.blocks.size
 
     def _recall(self, call: Call, prefill: "Prefill", stored: StoredBlocks) -> None:
         """Read blocks from the store for rows that are not held in full.
@@ -143,8 +190,8 @@ class Prefix:
         """
         shared = {None, call.prefixes_from} - {call.scope.namespace}
         wanted = []
-        for row in call.rows:
-            tails = [key for key in (row.duplicate_key, row.key) if key]
+        for row in map(call.rows.__getitem__, prefill.numbers):
+            tails = [key for key in (row.duplicate_key, row.key) if key] if prefill.hands_out else []
             if row.bypass_reason or any(key in self.blocks for key in tails):
                 continue
             for name in shared:
@@ -158,7 +205,8 @@ class Prefix:
 
     def holds(self, row: Row, scope: Scope) -> bool:
         """Whether the first block of a request is held."""
-        return bool(row.start is not None and row.n_valid and self.blocks.n_held(links(scope, row, self.blocks.size)))
+        is_chain = row.start is not None and row.n_valid
+        return bool(is_chain and self.blocks.n_held(links(scope, row, self.blocks.size, self._origin(row))))
 
     def keys_of(self, call: Call, prefill: "Prefill") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""
@@ -166,23 +214,64 @@ class Prefix:
         chains = [link.key for row in rows for link in self._chain(call, prefill, row)]
         return [*chains, *(key for row in rows for key in (row.key, row.duplicate_key) if key)]
 
-    def _find_cut(self, call: Call, prefill: "Prefill") -> None:
-        ids = call.arguments["input_ids"]
-        reached = [self._reach(call, prefill, row) for row in call.rows]
-        prefill.matched, n_known = zip(*reached, strict=True)
-        n_cut = n_free = cut_column(call.rows, n_known, ids.shape[1])
-        if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
-            n_cut = min(n_cut, _first_padding(call.rows))  # the states at padding are unknown
+    def _plan(self, call: Call, prefill: "Prefill", wanted: Mapping[int, int] | None = None) -> None:
+        """Choose how the rows that are not held in full are computed: cut, as a tree, or as they are."""
+        n_tokens, size = call.arguments["input_ids"].shape[1], self.blocks.size
+        rest = [call.rows[number] for number in prefill.numbers if number not in prefill.whole]
+        rows = [row for row in rest if not self._is_apart(call, row)]
+        apart = [row for row in rest if row not in rows and not row.bypass_reason]
+        prefill.missed = {row.number: "padding" for row in apart if self.blocks.n_held(self._chain(call, prefill, row))}
+        if not rows or any(row.bypass_reason == "mask_4d" for row in rest):
+            return
+        reached = {row.number: self._reach(call, prefill, row) for row in rows}
+        n_known = {number: min(n, call.rows[number].n_valid - 1) for number, (_, n) in reached.items()}
+        if prefill.hands_out and len(call.rows) == 1 and rows[0].n_valid == n_tokens:
+            if n_known[0] >= size - 1:
+                prefill.matched, prefill.n_cut = reached[0][0], n_known[0]
+                prefill.served_tokens = n_known
+            return
+        wanted = wanted or {}
+        tree = Tree(
+            [
+                self._branch(
+                    call,
+                    row,
+                    n_known[row.number],
+                    partial(_between, reached[row.number][0], prefill.slabs),
+                    wanted.get(row.number, 0),
+                )
+                for row in rows
+            ]
+        )
+        n_columns = tree.cost(self._causal.packs) + (len(rest) - len(rows)) * n_tokens
+        is_wanted = any(n_known[number] + size <= n for number, n in wanted.items() if number in n_known)
+        n_plain = len(rest) * n_tokens
+        if is_wanted or (n_plain - n_columns >= size - 1 and (len(rest) == 1 or n_columns <= PAYS * n_plain)):
+            prefill.tree = tree
+            prefill.served_tokens = {number: n for number, n in tree.served_tokens().items() if n >= size - 1}
+        else:
+            prefill.missed |= {number: "too_short" for number, n in n_known.items() if n >= size}
 
-        def used(n_cut: int) -> list[int]:
-            return [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
+    def _is_apart(self, call: Call, row: Row) -> bool:
+        """Whether a row is computed as it is: its tokens are not consecutive, or its padding may be read."""
+        if row.bypass_reason or row.start is None or not row.n_valid or not isinstance(row.valid, slice):
+            return True
+        n_tokens = call.arguments["input_ids"].shape[1]
+        if row.n_valid == n_tokens:
+            return False
+        if call.n_read is None:
+            is_read = not self._heeds_mask
+        else:
+            is_read = not (row.valid.start <= n_tokens - call.n_read and row.valid.stop == n_tokens) and call.n_read > 0
+        return row.is_misread or is_read or are_hooked([self._trunk.module])
 
-        if sum(served := used(n_cut)) >= self.blocks.size:
-            prefill.n_cut = n_cut
-            prefill.served_tokens = {number: n for number, n in enumerate(served) if n}
-        elif (is_padded := sum(used(n_free)) >= self.blocks.size) or len(n_known) > 1:
-            why = "padding" if is_padded else "batch"
-            prefill.missed = {number: why for number, n in enumerate(n_known) if n >= self.blocks.size}
+    def _branch(self, call: Call, row: Row, n_known: int, known: Known, n_wanted: int) -> Branch:
+        ids = call.requests.ids[row.number, row.valid]
+        return Branch(row.number, ids, row.ids, self._origin(row), n_known, known, min(n_wanted, row.n_valid))
+
+    def _origin(self, row: Row) -> int:
+        """Return the position of a row's first token in blocks and in the tree."""
+        return 0 if self._causal.rotates else row.start or 0
 
     def _reach(self, call: Call, prefill: "Prefill", row: Row) -> tuple[list[Block], int]:
         """Return `BlockPool.reach` of a row in its namespace, or in `call.prefixes_from` if that reaches further."""
@@ -199,7 +288,7 @@ class Prefix:
             return ()
         if (row.number, shared) not in prefill.chains:
             scope = call.scope if shared is None else replace(call.scope, namespace=shared)
-            prefill.chains[row.number, shared] = links(scope, row, self.blocks.size)
+            prefill.chains[row.number, shared] = links(scope, row, self.blocks.size, self._origin(row))
         return prefill.chains[row.number, shared]
 
     # -- answer --------------------------------------------------------------------------------------------------------
@@ -209,15 +298,15 @@ class Prefix:
 
         Within `chunked`, the trunk is run in chunks. Errors raised between chunks are raised here.
         """
-        started, chunks, run = perf_counter(), self._chunks.get(), partial(self._run, call, prefill)
+        started, chunks = perf_counter(), self._chunks.get()
         try:
-            return self._answer(call, prefill, run)
+            return self._answer(call, prefill)
         except Exception as error:  # if it is the model's, the second run below raises it again
-            if not (prefill.whole or prefill.served_tokens) or (chunks is not None and chunks.error is error):
+            if not (prefill.is_served and prefill.hands_out) or (chunks is not None and chunks.error is error):
                 raise
             prefill.drop(call)
             self._counters.error("serve a prefix", error)
-            return self._answer(call, prefill, run)
+            return self._answer(call, prefill)
         finally:
             call.computing_s = perf_counter() - started
 
@@ -228,23 +317,21 @@ class Prefix:
         with scoped(self._chunks, None):  # `between` may call this model: do not chunk those calls
             return chunks.run(self._eager, self._arguments, args, kwargs)
 
-    def _answer(self, call: Call, prefill: "Prefill", run: Run) -> Any:
-        kind = self.kinds.get(call.kind)
+    def _answer(self, call: Call, prefill: "Prefill") -> Any:
         args, kwargs = call.args, call.kwargs
         if prefill.kv_cache is not None:
             args, kwargs = self._arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
         try:
-            if prefill.whole and kind is not None:
-                return self._answer_whole(call, prefill, kind, run)
-            prefill.whole = {}
-            if not prefill.served_tokens:
-                return run(args, kwargs)
-            states = self._fill(call, prefill, call.arguments["input_ids"].device)
-            output = run(*self._cut(call, prefill.n_cut, args, kwargs))
+            if prefill.whole or prefill.tree is not None:
+                return self._answer_by_columns(call, prefill)
+            if not prefill.n_cut:
+                return self._run(call, prefill, args, kwargs)
+            states = self._fill(prefill, call.arguments["input_ids"].device)
+            output = self._run(call, prefill, *self._cut(call, prefill.n_cut, args, kwargs))
             whole = join([*(piece.to(output[0].dtype) for piece in states), output[0]])
             return with_states(output, whole)
         except BaseException:
-            if prefill.whole or prefill.served_tokens:
+            if prefill.is_served and prefill.kv_cache is not None:
                 empty(prefill.kv_cache)
             raise
 
@@ -263,61 +350,86 @@ class Prefix:
             args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
-    def _fill(self, call: Call, prefill: "Prefill", device: torch.device) -> Pieces:
-        """Fill the K/V cache with C columns; return their states as pieces of (B, C, D)."""
-        rows = call.rows
-        held = {
-            row: list(zip(*runs(first_tokens(prefill.matched[row], n)), strict=True))
-            for row, n in prefill.served_tokens.items()
-        }
-        columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served_tokens.items()}
+    def _fill(self, prefill: "Prefill", device: torch.device) -> Pieces:
+        """Fill the K/V cache of a single prompt with C columns; return their states as pieces of (1, C, D)."""
         keys, values, states = (
-            lay({row: held[row][which] for row in held}, columns, (len(rows), prefill.n_cut), device)
-            for which in range(3)
+            [piece.to(device) for piece in pieces]
+            for pieces in zip(*runs(first_tokens(prefill.matched, prefill.n_cut)), strict=True)
         )
-        for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
-            fill(prefill.kv_cache, layer, of_keys, of_values)
-        return next(states)
+        for layer in range(self.depth):
+            fill(prefill.kv_cache, layer, [one[layer][None] for one in keys], [one[layer][None] for one in values])
+        return states
 
-    def _answer_whole(self, call: Call, prefill: "Prefill", kind: Kind, run: Run) -> Any:
-        """Return the output of a call with rows that are held in full; the trunk runs on the other rows."""
-        ids = call.arguments["input_ids"]
-        n_rows, n_tokens = ids.shape
-        rest = [row.number for row in call.rows if row.number not in prefill.whole]
-        output, kv_cache = self._run_rows(call, rest, run) if rest else (None, None)
-        held = {number: _gather(blocks) for number, (_, blocks) in prefill.whole.items()}
+    def _answer_by_columns(self, call: Call, prefill: "Prefill") -> Any:
+        """Return the output of rows that are held in full, computed as a tree, or computed apart."""
+        ids, place = call.arguments["input_ids"], {number: i for i, number in enumerate(prefill.numbers)}
+        pool, output = Pool((len(place), ids.shape[1])), None
+        turns = np.zeros(pool.index.shape, np.int64)  # positions by which keys are turned
+        if prefill.tree is not None:
+            run = partial(self._run_step, call)
+            output = prefill.tree.compute(run, self._trunk, self._causal.packs, ids.device, prefill.hands_out)
+        parts = {
+            number: one.parts(0, len(one.ids))
+            for number, one in (prefill.tree.branches if prefill.tree else {}).items()
+        }
+        parts |= {
+            number: _between(blocks, prefill.slabs, 0, call.rows[number].n_valid)
+            for number, (_, blocks) in prefill.whole.items()
+        }
+        for number, own in parts.items():
+            row = call.rows[number]
+            pool.place(place[number], row.valid, own)
+            is_turned = number in prefill.whole and len(prefill.whole[number][1]) == 1  # a tail alone is as its row was
+            turns[place[number], row.valid] = 0 if is_turned else (row.start or 0) - self._origin(row)
+            if number in prefill.whole and (tail := prefill.whole[number][1][-1]).padding and tail.layout == row.layout:
+                columns = Columns(tail.padding["keys"], tail.padding["values"], tail.padding["states"][0])
+                pool.place(place[number], padding_of(row.valid, ids.shape[1]), [(columns, 0, len(columns))])
+        if apart := [number for number in prefill.numbers if number not in parts]:
+            output, kv_cache = self._run_rows(call, prefill, apart)
+            for i, number in enumerate(apart):
+                keys, values = ([getattr(layer, name)[i] for layer in kv_cache.layers] for name in NAMES[:2])
+                pool.place(place[number], slice(None), [(Columns(keys, values, output[0][i]), 0, ids.shape[1])])
+        return self._lay_out(call, prefill, pool, turns, output)
 
-        def lay_rows(name: str, layer: int, computed: Any) -> Tensor:
-            """Return a tensor of all rows (B, ..., T, D), from held rows and from `computed` for the others."""
-            own = {number: pieces[name][layer] for number, pieces in held.items()}
-            like = next(iter(own.values()))
-            laid = like.new_zeros((n_rows, *like.shape[:-2], n_tokens, like.shape[-1]), device=ids.device)
-            if rest:
-                laid[rest] = computed
-            for number, tensor in own.items():
-                row, tail = call.rows[number], prefill.whole[number][1][-1]
-                valid = row.valid if isinstance(row.valid, slice) else torch.from_numpy(row.valid)
-                laid[number][..., valid, :] = tensor.to(ids.device)
-                if tail.padding and tail.layout == row.layout:
-                    padding = torch.from_numpy(padding_of(row.valid, n_tokens))
-                    laid[number][..., padding, :] = tail.padding[name][layer].to(ids.device)
-            return laid
-
-        states = lay_rows("states", 0, None if output is None else output[0])
-        for layer in range(self._trunk.depth):
-            keys, values = (
-                lay_rows(name, layer, None if kv_cache is None else getattr(kv_cache.layers[layer], name))
-                for name in ("keys", "values")
-            )
-            put(prefill.kv_cache, layer, keys, values)
-        of, names, _ = kind
+    def _lay_out(self, call: Call, prefill: "Prefill", pool: Pool, turns: Ids, output: Any) -> Any:
+        """Fill the caller's K/V cache from columns, and return an output like the trunk's."""
+        device = call.arguments["input_ids"].device
+        index = torch.from_numpy(pool.index).to(device)
+        turned = torch.from_numpy(turns).to(device) if turns.any() else None
+        if prefill.kv_cache is not None:
+            for layer in range(self.depth):
+                keys, values = (pool.layer(name, layer, index) for name in NAMES[:2])
+                if turned is not None:
+                    keys = rotate(keys, turned, self._trunk, self._causal.rotates)
+                put(prefill.kv_cache, layer, keys, values)
+        distinct = pool.states(device)
+        states = distinct[index]
+        self._distinct.set(Distinct(states, distinct, index))
+        if output is None:
+            of, names, _ = self.kinds[call.kind] or (tuple, (STATES, CACHE), True)
+        else:
+            of, names = type(output), (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
         made = {name: states if name == STATES else prefill.kv_cache for name in names}
+        if prefill.kv_cache is None:
+            made = {STATES: states}
         return tuple(made.values()) if of is tuple else of(**made)
 
-    def _run_rows(self, call: Call, rows: Sequence[int], run: Run) -> tuple[Any, Any]:
+    def _run_step(self, call: Call, **changes: Any) -> Any:
+        """Run the trunk with a call's arguments, some of them replaced."""
+        args, kwargs = call.args, call.kwargs
+        for name, value in {**changes, "use_cache": True, "cache_position": None, "token_type_ids": None}.items():
+            if name in kwargs or (
+                name in self._arguments.names and value is not self._arguments.get(args, kwargs, name)
+            ):
+                args, kwargs = self._arguments.replace(args, kwargs, name, value)
+        return self._eager.run(args, kwargs, ())
+
+    def _run_rows(self, call: Call, prefill: "Prefill", rows: Sequence[int]) -> tuple[Any, Any]:
         """Run the trunk on some rows; return its output and the K/V cache that it filled."""
         index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), DynamicCache()
         args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, kv_cache)
+        if not prefill.hands_out:
+            args, kwargs = self._arguments.replace(args, kwargs, "use_cache", True)
         for name in DECIDING:  # a 4-D mask fits the caller's K/V cache; the 2-D mask used here is equivalent
             value = call.arguments.get(name)
             if value is not None:
@@ -325,26 +437,27 @@ class Prefix:
                 args, kwargs = self._arguments.replace(args, kwargs, name, value)
             elif name == "attention_mask":
                 args, kwargs = self._arguments.replace(args, kwargs, name, None)
-        return run(args, kwargs), kv_cache
+        return self._run(call, prefill, args, kwargs), kv_cache
 
     # -- store ---------------------------------------------------------------------------------------------------------
 
     def store(self, call: Call, prefill: "Prefill", output: Any) -> str | None:
         """Store blocks of computed rows; return the bypass reason if its output or K/V is not understood."""
-        state, states = call.state, last_states(output)
-        names = (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
+        states = last_states(output)
         if states is None:
             self.kinds.learn(call.kind, None)
             return "more_output"
-        reason = state.kv_refusals[call.arguments.get(CACHE) is not None] = self._check_kv(
-            call, prefill, output, states
-        )
-        if reason:
-            return reason
-        self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
-        for row in call.rows:
-            if row.number not in prefill.whole and not row.bypass_reason:
-                self._store(call, prefill, row, states[row.number])
+        if prefill.hands_out:
+            state, names = call.state, (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
+            reason = state.kv_refusals[call.arguments.get(CACHE) is not None] = self._check_kv(
+                call, prefill, output, states
+            )
+            if reason:
+                return reason
+            self.kinds.learn(call.kind, (type(output), names, state.kv_refusals.get(False) == ""))
+        for place, number in enumerate(prefill.numbers):
+            if number not in prefill.whole and not call.rows[number].bypass_reason:
+                self._store(call, prefill, call.rows[number], states[place])
         return None
 
     def _check_kv(self, call: Call, prefill: "Prefill", output: Any, states: Tensor) -> str:
@@ -361,7 +474,7 @@ class Prefix:
         known = {link.key for link in chain if link.key in self.blocks}
         is_whole = self.blocks.put(chain, made, call.generation)
         if self._stored is not None:
-            kind = self.kinds.describe(call.kind)
+            kind = self.kinds.describe(call.kind) if prefill.hands_out else None
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
                 if link.key in made and link.key not in known:
                     self._stored.put(call, link.key, made[link.key], before, kind)
@@ -370,21 +483,27 @@ class Prefix:
     def _store(self, call: Call, prefill: "Prefill", row: Row, states: Tensor) -> None:
         """Store the blocks of a row that are not held, with the trunk's output states (T, D).
 
-        A row computed in full is stored bit for bit. If held blocks of another request differ from it in the last
-        bits, its tail begins before them.
+        A row computed by itself, at its blocks' positions, is stored bit for bit. If held blocks of another request
+        differ from it in the last bits, its tail begins before them.
         """
         blocks, chain = self.blocks, self._chain(call, prefill, row)
+        branch = prefill.tree.branches.get(row.number) if prefill.tree is not None else None
+        if not prefill.hands_out:
+            chain = chain[: (0 if branch is None else branch.n_kept()) // blocks.size]
         held = blocks.match(chain)
-        is_whole = not prefill.served_tokens  # a cut call has no states at padding
-        if not is_whole and len(held) == len(chain):
-            return
-        n_before = 0 if is_whole else len(held)
-        made = self._make_blocks(call, prefill, row, states, n_before)
+        is_computed = branch is None and not prefill.n_cut
+        n_before = 0 if is_computed else len(held)
+        made = self._make_blocks(call, prefill, row, states, chain, n_before)
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
-        if not is_whole:
-            self._put(call, prefill, chain, new)
+        if not prefill.hands_out or (row.duplicate_key and branch is not None):
+            if new:
+                self._put(call, prefill, chain, new)
             return
-        n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
+        n_own = len(chain)
+        if is_computed and row.start not in (None, self._origin(row)):
+            n_own = 0  # the blocks' keys are turned
+        elif is_computed:
+            n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), n_own)
         tail = self._make_tail(call, prefill, row, states, n_own * blocks.size)
         first = blocks.whole(row.key, row.ids) if row.duplicate_key else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
@@ -395,29 +514,69 @@ class Prefix:
         if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large(1)
 
-    def _make_blocks(self, call: Call, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> list[Block]:
+    def _make_blocks(
+        self, call: Call, prefill: "Prefill", row: Row, states: Tensor, chain: Sequence[Link], n_before: int
+    ) -> list[Block]:
         """Make the full blocks of a row after the first `n_before`, in slabs."""
-        chain, size = self._chain(call, prefill, row), self.blocks.size
-        made = []
+        size, made = self.blocks.size, list[Block]()
         for first in range(n_before, len(chain), slab_blocks(size)):
             held = chain[first : first + slab_blocks(size)]
-            begin = _first(row) + first * size
-            slab = self._take(prefill, row, states, slice(begin, begin + len(held) * size))
+            slab = self._take(prefill, row, states, first * size, (first + len(held)) * size)
             made += [Block(link.ids, call.scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
         return made
 
     def _make_tail(self, call: Call, prefill: "Prefill", row: Row, states: Tensor, n_before: int) -> Block:
         """Make the tail of a row after `n_before` tokens, with its padding if that is served as well."""
-        places = row.valid if row.start is None else slice(_first(row) + n_before, _valid(row).stop)
-        rest = self._take(prefill, row, states, places)
+        if row.start is None:
+            rest = self._copy(prefill, row, states, row.valid)
+        else:
+            rest = self._take(prefill, row, states, n_before, row.n_valid, row.start if n_before == 0 else None)
         padding = {}
-        if row.has_layout or row.layout:
-            taken = self._take(prefill, row, states, padding_of(row.valid, len(states)))
+        if (row.has_layout or row.layout) and (prefill.tree is None or row.number not in prefill.tree.branches):
+            taken = self._copy(prefill, row, states, padding_of(row.valid, len(states)))
             padding = dict(zip(NAMES, taken.cut(0, taken.n_tokens), strict=True))
         ids = row.ids[n_before * _id_width(row) :]
         return Block(ids, call.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
 
-    def _take(self, prefill: "Prefill", row: Row, states: Tensor, places: Positions) -> Slab:
+    def _take(
+        self, prefill: "Prefill", row: Row, states: Tensor, begin: int, end: int, start: int | None = None
+    ) -> Slab:
+        """Copy tokens of a row to the pool's device, as normal tensors.
+
+        The keys' positions count from `start`; None: as in blocks.
+        """
+        start = self._origin(row) if start is None else start
+        branch = prefill.tree.branches.get(row.number) if prefill.tree is not None else None
+        if branch is None:
+            taken = self._copy(prefill, row, states, slice(_first(row) + begin, _first(row) + end))
+            return self._turn(taken, start - (row.start or 0))
+        with torch.inference_mode(False), torch.no_grad():
+            parts = branch.parts(begin, end)
+            tensors = [
+                torch.stack(
+                    [
+                        torch.cat(
+                            [getattr(columns, name)[layer][:, first : first + n] for columns, first, n in parts], 1
+                        )
+                        for layer in range(self.depth)
+                    ]
+                ).to(self.blocks.device)
+                for name in NAMES[:2]
+            ]
+            own = torch.cat([columns.states[first : first + n] for columns, first, n in parts])
+            slab = Slab(tensors[0], tensors[1], own[None].clone().to(self.blocks.device))
+            return self._turn(slab, start - self._origin(row))
+
+    def _turn(self, slab: Slab, offset: int) -> Slab:
+        """Return a slab with its keys at positions that are larger by `offset`."""
+        if not offset:
+            return slab
+        with torch.inference_mode(False), torch.no_grad():
+            offsets = torch.full((1, slab.n_tokens), offset, device=slab.keys.device)
+            keys = rotate(slab.keys, offsets, self._trunk, self._causal.rotates)
+        return Slab(keys, slab.values, slab.states)
+
+    def _copy(self, prefill: "Prefill", row: Row, states: Tensor, places: Positions) -> Slab:
         """Copy the K/V and states at some positions of a row to the pool's device, as normal tensors."""
         device = self.blocks.device
         with torch.inference_mode(False), torch.no_grad():
@@ -431,17 +590,27 @@ class Prefix:
 
 @dataclass(slots=True)
 class Prefill(Path):
-    """The path of one call that keeps K/V. Rows are named by their number."""
+    """The path of one call that keeps K/V, or the plan for rows of a call that keeps none. Rows are named by number."""
 
     prefix: Prefix  # serves and stores it
     kv_cache: Any  # the caller's, which the call fills
     has_chains: bool  # its rows may share prefixes with other requests
+    numbers: Sequence[int]  # its rows
+    hands_out: bool = True  # its K/V is the caller's
     chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)  # and by namespace, None: own
     whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)  # key and blocks of rows that are stored whole
-    served_tokens: Mapping[int, int] = field(default_factory=dict)  # how many a stored prefix serves; `whole` is empty
-    matched: Sequence[Any] = ()  # the stored blocks that each row begins with
+    served_tokens: Mapping[int, int] = field(default_factory=dict)  # how many of a row are not computed for it
+    matched: Sequence[Any] = ()  # the stored blocks that a single prompt begins with
     n_cut: int = 0  # C
-    missed: Mapping[int, str] = field(default_factory=dict)  # why a stored prefix does not serve, a key of `MISSES`
+    slabs: dict[Slab, Columns] = field(default_factory=dict)  # the columns of stored blocks
+    tree: Tree | None = None  # of rows that are neither whole nor computed apart
+    missed: dict[int, str] = field(default_factory=dict)  # why a stored prefix does not serve, a key of `MISSES`
+
+    @property
+    def is_served(self) -> bool:
+        """Whether not everything is computed as the caller asked."""
+        return bool(self.whole or self.n_cut or self.tree is not None)
+
     keeps_kv = True
 
     def look_up(self, call: Call) -> None:
@@ -451,7 +620,7 @@ class Prefill(Path):
         return self.whole.keys()
 
     def drop(self, call: Call) -> None:
-        self.whole, self.served_tokens = {}, {}
+        self.whole, self.served_tokens, self.n_cut, self.tree = {}, {}, 0, None
 
     def answer(self, call: Call) -> Any:
         return self.prefix.answer(call, self)
@@ -476,7 +645,7 @@ class Prefill(Path):
         return self.n_prompt(call) - sum(self.served_tokens.values())
 
     def n_prompt(self, call: Call) -> int:
-        return sum(row.n_valid for row in call.rows if row.number not in self.whole)
+        return sum(call.rows[number].n_valid for number in self.numbers if number not in self.whole)
 
 
 def _read_kind(described: Any) -> Kind | None:
@@ -486,30 +655,24 @@ def _read_kind(described: Any) -> Kind | None:
     return (found, tuple(names), *is_own_known) if found is not None and is_output else None
 
 
-def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
-    """Return how many of T columns need not be run, given the known tokens of each row; at least one must run."""
-    ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
-    return min(n_columns - 1, *ends)
-
-
-def _gather(blocks: Sequence[Block]) -> dict[str, Tensor]:
-    """Join consecutive blocks; return `keys`, `values` (L, H, n, D_h) and `states` (1, n, D)."""
-    return dict(zip(NAMES, (torch.cat(pieces, dim=-2) for pieces in zip(*runs(blocks), strict=True)), strict=True))
-
-
-def _first_padding(rows: Sequence[Row]) -> int:
-    """Return the first column of a batch in which a row may have padding."""
-    return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
-
-
-def _valid(row: Row) -> slice:
-    assert isinstance(row.valid, slice)
-    return row.valid
+def _between(blocks: Sequence[Block], slabs: dict[Slab, Columns], begin: int, end: int) -> list[Part]:
+    """Return the tokens of consecutive blocks from `begin` to before `end`, in columns that `slabs` collects."""
+    parts, at = list[Part](), 0
+    for block in blocks:
+        low, high = max(begin - at, 0), min(end - at, block.n_tokens)
+        if low < high:
+            slab = block.slab
+            if slab not in slabs:
+                slabs[slab] = Columns(slab.keys, slab.values, slab.states[0])
+            parts.append((slabs[slab], block.begin + low, high - low))
+        at += block.n_tokens
+    return parts
 
 
 def _first(row: Row) -> int:
     """Return the column of the first valid token."""
-    return int(_valid(row).start)
+    assert isinstance(row.valid, slice)
+    return int(row.valid.start)
 
 
 def _id_width(row: Row) -> int:

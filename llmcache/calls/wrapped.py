@@ -10,6 +10,7 @@ from torch import nn
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
+from llmcache.models.causal import Causal, look_at
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import is_wrapped
@@ -28,6 +29,7 @@ class Wrapped:
         read: Reads the logits from the model's output.
         weights: The trunk's, watched.
         coupling: Whether rows of a call affect each other.
+        causal: What a causal trunk allows.
     """
 
     model: nn.Module
@@ -39,6 +41,7 @@ class Wrapped:
     read: Reading
     weights: Weights
     coupling: Coupling
+    causal: Causal
     counters: Counters
 
     @classmethod
@@ -69,7 +72,7 @@ class Wrapped:
                 head.observed.add_digest(digest)
             if weights.unreadable is None:
                 coupling.reason(digest)
-        return cls(model, trunk, head, payload, config, tokenizer, read, weights, coupling, counters)
+        return cls(model, trunk, head, payload, config, tokenizer, read, weights, coupling, look_at(trunk), counters)
 
     @property
     def device(self) -> torch.device:

@@ -15,10 +15,11 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from contextvars import ContextVar
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
 
 from llmcache.errors import WrapError
@@ -30,6 +31,7 @@ logger = logging.getLogger("llmcache")
 
 _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
+_MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
 
 
 class Listener(Protocol):
@@ -209,21 +211,73 @@ class Passed(Swap):
         return self.original(*args, **kwargs) if is_plain else self.listener.pass_by(self, args, kwargs)
 
 
+class Distinct(NamedTuple):
+    """Hidden states of a batch of which many are equal."""
+
+    states: Tensor  # (B, T, D)
+    distinct: Tensor  # each different one (N, D)
+    places: Tensor  # its index among these (B, T)
+
+
+class LogitsSwap(Swap):
+    """Replaces the forward of the layer that turns states into logits: each different state is turned once."""
+
+    def __init__(self, module: nn.Module, listener: Listener, equal: ContextVar[Distinct | None]) -> None:
+        """Replace the forward; `equal` holds the states that the trunk returned last, if some are equal."""
+        super().__init__(module, listener)
+        self._equal = equal
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        known = None if torch.compiler.is_compiling() else self._equal.get()
+        if known is None or len(args) != 1 or kwargs or (index := _index_of(args[0], known)) is None:
+            return self.original(*args, **kwargs)
+        used, inverse = torch.unique(index, return_inverse=True)
+        if len(used) > _MOST_DISTINCT * index.numel():
+            return self.original(*args, **kwargs)
+        return self.original(known.distinct[used])[inverse]
+
+
+def _index_of(states: Any, known: Distinct) -> Tensor | None:
+    """Return the index of states that are some last or first columns (B, T', D) of known ones; None if they are not."""
+    whole = known.states
+    if not (isinstance(states, Tensor) and states.ndim == 3 and states.dtype == whole.dtype):
+        return None
+    is_view = states.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    if not is_view or states.shape[::2] != whole.shape[::2] or states.stride()[0] != whole.stride()[0]:
+        return None
+    first, rest = divmod(int(states.storage_offset()) - int(whole.storage_offset()), whole.shape[2])
+    is_run = states.stride()[1:] == whole.stride()[1:] and not rest and 0 <= first <= whole.shape[1] - states.shape[1]
+    return known.places[:, first : first + states.shape[1]] if is_run else None
+
+
 class HeadSwap(Swap):
     """Replaces a language-model head's forward: reports how many of the last columns it reads."""
 
-    def __init__(self, module: nn.Module, listener: Listener, reads_last: Callable[[int | None], object]) -> None:
-        """Replace the forward; `reads_last` takes the number (None: maybe all), and None after the head has run."""
+    def __init__(
+        self,
+        module: nn.Module,
+        listener: Listener,
+        reads_last: Callable[[int | None], object],
+        equal: ContextVar[Distinct | None],
+    ) -> None:
+        """Replace the forward; `reads_last` takes the number, and None after the head has run.
+
+        It takes 0 if each column is read for itself, and None if padding may be read as well: a loss is made of all.
+
+        What `equal` holds is forgotten then.
+        """
         super().__init__(module, listener)
-        self._reads_last = reads_last
+        self._reads_last, self._equal = reads_last, equal
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         n_kept = self.arguments.get(args, kwargs, _LOGITS_TO_KEEP)
-        self._reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
+        n_read = n_kept if isinstance(n_kept, int) and n_kept > 0 else 0
+        self._reads_last(None if self.arguments.get(args, kwargs, "labels") is not None else n_read)
         try:
             return self.original(*args, **kwargs)
         finally:
             self._reads_last(None)
+            self._equal.set(None)
 
 
 class ModelForward(Swap):
@@ -387,3 +441,9 @@ def find_lm_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
         if is_hf and trunk.module in module.children() and _LOGITS_TO_KEEP in Arguments(module.forward).names:
             return module
     return None
+
+
+def find_logits(lm_head: Any) -> nn.Module | None:
+    """Return the linear layer by which a language-model head turns each state into logits by itself."""
+    layer = lm_head.get_output_embeddings()
+    return layer if type(layer) is nn.Linear else None

@@ -89,10 +89,9 @@ CURES: dict[str, str] = {
 
 #: Why a row is computed although something that might serve it is stored, each with its cure.
 MISSES: dict[str, str] = {
-    "padding": "its stored prefix lies in columns where a row has padding, whose states the head may read: pass "
-    "logits_to_keep=1, as generate() does, with no hook on the trunk",
-    "batch": "all rows are cut at one column, and a row beside it has no stored prefix up to there, or has gaps or "
-    "bypasses the cache: call it apart",
+    "padding": "its beginning is stored, but the states of its padding may be read, so all of it is computed: call a "
+    "language-model head without labels and without a hook on its trunk, or pass it without padding",
+    "too_short": "its beginning is stored, but is so small a part of the call that one batch is faster",
     "whole_prompts": "its prefix is stored, but only whole prompts are served with prefix=False, and for families "
     "recognised by structure: set prefix, or register an adapter",
     "no_kv": "its prefix is stored with K/V, which this call does not keep: leave out use_cache=False",

@@ -59,7 +59,7 @@ class Call:
     requests: Requests
     rows: Sequence[Row]  # one per request
     path: "Path"
-    n_read: int | None  # how many of the last columns the head reads; None: unknown, maybe all
+    n_read: int | None  # see `CachedForward.n_read`
     prefixes_from: str | None  # another namespace whose prefixes may serve it
     generation: int  # `Purges.generation`; what was purged since is not stored
     epoch: int  # the store's number of the namespace; a purge changes it (`Store.numbers`)
@@ -73,6 +73,7 @@ class Call:
     hits: dict[int, Hit] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)  # row of the trunk's output
     copied: dict[int, int] = field(default_factory=dict)  # an equal row of the call that is computed
+    beginnings: "Path | None" = None  # of the computed rows of a causal model, if they share some
     output: Any = None  # the trunk's, for the computed rows
     entries: dict[int, Entry] = field(default_factory=dict)  # of computed rows
     choices: dict[int, Choice] = field(default_factory=dict)  # best source, or draft, and its risk

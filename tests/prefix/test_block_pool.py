@@ -30,7 +30,7 @@ def row(ids: list[int], start: int = 0) -> Row:
 
 
 def chain_of(*ids: int, size: int = 1) -> tuple[Link, ...]:
-    return links(SCOPE, row([*ids]), size)
+    return links(SCOPE, row([*ids]), size, 0)
 
 
 def n_shared(first: list[int], second: list[int]) -> int:
@@ -81,7 +81,7 @@ def test_blocks_are_counted_while_another_thread_stores_tails() -> None:
 def test_the_root_takes_in_scope_position_and_size() -> None:
     tenant, tuned = replace(SCOPE, namespace="tenant"), replace(SCOPE, weights="other weights")
     roots = [(SCOPE, 0, 2), (SCOPE, 1, 2), (SCOPE, 0, 1), (tenant, 0, 2), (tuned, 0, 2)]
-    assert len({links(scope, row([1] * 4, start), size)[0].key for scope, start, size in roots}) == len(roots)
+    assert len({links(scope, row([1] * 4), size, start)[0].key for scope, start, size in roots}) == len(roots)
 
 
 @pytest.mark.slow

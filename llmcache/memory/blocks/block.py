@@ -90,13 +90,15 @@ class Block:
         return is_alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
-def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
+def links(scope: Scope, row: Row, size: int, start: int) -> tuple[Link, ...]:
     """Return the keys and tokens of a request's full blocks, first to last, without an incomplete last block.
+
+    `start` is the position of the first token in the blocks.
 
     Two requests have the same first n links if and only if they have the same root (scope, block size, first position)
     and the same first n * size tokens.
     """
-    key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
+    key = hashlib.sha256(f"{start}:{size}:".encode() + scope.key).digest()
     width = len(row.ids) // row.n_valid * size
     chain = []
     for begin in range(0, len(row.ids) - width + 1, width):
@@ -139,3 +141,10 @@ def lay_together(blocks: Sequence[Block]) -> list[Block]:
         laid.append(replace(block, slab=slab, begin=begin, end=begin + block.n_tokens))
         begin = laid[-1].end
     return laid
+
+
+def common_prefix(one: bytes, other: bytes) -> int:
+    """Return the length of the common prefix of two byte strings."""
+    n = min(len(one), len(other))
+    differing = int.from_bytes(one[:n]) ^ int.from_bytes(other[:n])
+    return n - (differing.bit_length() + 7) // 8

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.memory.blocks.block import Block, Link
+from llmcache.memory.blocks.block import Block, Link, common_prefix
 from llmcache.memory.blocks.slabs import Slabs
 from llmcache.memory.policies.base import Policy
 from llmcache.memory.policies.shares import Shares
@@ -103,7 +103,7 @@ class BlockPool:
             rest = ids[n_tokens * width : (n_tokens + self.size) * width]
             after = self._after.get(used[-1], {}) if used and rest else {}
             recent = islice(reversed(after), _MOST_LOOKED_AT)
-            matches = [(_common_prefix(self._held[key].ids, rest) // width, key) for key in recent]
+            matches = [(common_prefix(self._held[key].ids, rest) // width, key) for key in recent]
             n_more, last = max(matches, default=(0, ""))
             if n_more:
                 blocks.append(self._held[last])
@@ -281,10 +281,3 @@ class BlockPool:
             self._drop(leaving)
             self.n_evicted += 1
         return True
-
-
-def _common_prefix(one: bytes, other: bytes) -> int:
-    """Return the length of the common prefix of two byte strings."""
-    n = min(len(one), len(other))
-    differing = int.from_bytes(one[:n]) ^ int.from_bytes(other[:n])
-    return n - (differing.bit_length() + 7) // 8
