@@ -391,7 +391,7 @@ class CachedForward(Swap, ContextFlags):
                 if not self.look_up(call):
                     call = self.open(args, kwargs, is_collecting)
                     self.look_up(call)
-                output = self.original(*args, **kwargs) if isinstance(call, Bypass) else call.path.answer(call)
+                output = self._pass(call) if isinstance(call, Bypass) else call.path.answer(call)
             except BaseException:
                 self.withdraw(call)
                 if not is_collecting:
@@ -401,6 +401,18 @@ class CachedForward(Swap, ContextFlags):
             if isinstance(call, Bypass) and call.reason == "decode":  # `last` keeps the outcome of the prefill
                 self._local.last = before
             return output
+
+    def _pass(self, call: Bypass) -> Any:
+        """Run a call that bypasses the cache; of a decode step, keep what it adds to the K/V of a prompt."""
+        if call.reason != "decode" or self.prefix is None:
+            return self.original(*call.args, **call.kwargs)
+        turns, arguments = self.prefix.turns, self.arguments.bind(call.args, call.kwargs)
+        with self._counters.guard("keep a turn"):
+            turns.check(arguments.get(CACHE))
+        output = self.original(*call.args, **call.kwargs)
+        with self._counters.guard("keep a turn"):
+            turns.grow(arguments, output)
+        return output
 
     def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of another encoder of the model, which is not cached; count its rows."""
@@ -580,6 +592,8 @@ class CachedForward(Swap, ContextFlags):
         try:
             if call.computed or (call.path.keeps_kv and len(call.path.served(call)) < len(call.rows)):
                 reason = self._store(call, output)
+            if self.prefix is not None and call.path.keeps_kv and reason is None:
+                self.prefix.follow(call, output)
         except Exception as error:
             self._counters.error("store a call", error)
         call.storing_s += perf_counter() - started

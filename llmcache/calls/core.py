@@ -263,6 +263,8 @@ class Core:
     def save(self, folder: str | Path, config: CacheConfig) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
+        if self.forward.prefix is not None:
+            self.forward.prefix.turns.settle()
         kinds = {name: kinds.state() for name, kinds in self._kinds().items()}
         save(folder, self.wrapped, config, self._sections(), kinds, numbers)
 

@@ -34,6 +34,7 @@ from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last
 from llmcache.calls.stored_blocks import StoredBlocks, Wanted, block_name
 from llmcache.calls.stored_entries import entry_name
 from llmcache.calls.tree import PAYS, Branch, Columns, Known, Part, Pool, Tree
+from llmcache.calls.turns import Turns
 from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager
 from llmcache.memory.blocks.block import NAMES, Block, Link, Slab, first_tokens, links, runs
@@ -85,6 +86,7 @@ class Prefix:
         self._chunks, self._distinct = chunks, distinct
         self._seen: OrderedDict[str, None] = OrderedDict()  # keys of blocks that calls without K/V began with
         self._lock = forkable(threading.Lock())
+        self.turns = Turns(blocks.size, self._origin, self._turn, wrapped.weights.stayed, self._put)
         #: By kind of call: class and field names of its output, and whether the trunk was seen to make a plain
         #: `DynamicCache`; None if the output is not understood.
         self.kinds = OutputFormats[Kind](lambda known: [name_of(known[0]), *known[1:]], _read_kind)
@@ -140,6 +142,7 @@ class Prefix:
 
     def look_up(self, call: Call, prefill: "Prefill") -> None:
         """Find rows that are held in full, and what is known of the others."""
+        self.turns.settle()
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
         if prefill.kv_cache is None:
@@ -460,6 +463,12 @@ class Prefix:
                 self._store(call, prefill, call.rows[number], states[place])
         return None
 
+    def follow(self, call: Call, output: Any) -> None:
+        """Keep the K/V of what is generated after the prompts of a call that keeps K/V."""
+        prefill, states = call.path, last_states(output)
+        if self._cuts and isinstance(prefill, Prefill) and prefill.has_chains and states is not None:
+            self.turns.begin(call, prefill.kv_cache, states)
+
     def _check_kv(self, call: Call, prefill: "Prefill", output: Any, states: Tensor) -> str:
         """Take the K/V cache that the trunk returned; return why it cannot be kept with these states, "" if it can."""
         parts = parts_of(output)
@@ -469,12 +478,12 @@ class Prefix:
         is_alike = states.shape[:2] == call.arguments["input_ids"].shape
         return "" if is_alike and is_by_column(kv_cache, states, self._trunk.depth) else "kv_layout"
 
-    def _put(self, call: Call, prefill: "Prefill", chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
+    def _put(self, call: Call, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
         known = {link.key for link in chain if link.key in self.blocks}
         is_whole = self.blocks.put(chain, made, call.generation)
         if self._stored is not None:
-            kind = self.kinds.describe(call.kind) if prefill.hands_out else None
+            kind = self.kinds.describe(call.kind) if self.kinds.knows(call.kind) else None
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
                 if link.key in made and link.key not in known:
                     self._stored.put(call, link.key, made[link.key], before, kind)
@@ -497,7 +506,7 @@ class Prefix:
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
         if not prefill.hands_out or (row.duplicate_key and branch is not None):
             if new:
-                self._put(call, prefill, chain, new)
+                self._put(call, chain, new)
             return
         n_own = len(chain)
         if is_computed and row.start not in (None, self._origin(row)):
@@ -509,9 +518,9 @@ class Prefix:
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # equal to a duplicate earlier in the call
         if n_own < len(chain):
-            self._put(call, prefill, chain, new)
+            self._put(call, chain, new)
         link = Link(row.duplicate_key or row.key, tail.ids)
-        if not self._put(call, prefill, (*chain[:n_own], link), {**new, link.key: tail}):
+        if not self._put(call, (*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large(1)
 
     def _make_blocks(

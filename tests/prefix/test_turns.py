@@ -1,0 +1,108 @@
+"""Generated tokens: the next turn is served up to its new text, and nothing is kept of a K/V cache that was changed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from llmcache import LLMCache
+from tests.prefix.prompts import BLOCK, close, plainly, run, wrapped
+from tests.tiny_models import batch, tokens
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **settings: Any) -> Tensor:
+    found: Tensor = model.generate(**inputs, **{**GREEDY, **settings})
+    return found
+
+
+def asked(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("n_rows", [1, 3])
+def test_a_turn_computes_its_new_tokens_alone(llama: Any, n_rows: int) -> None:
+    texts = [tokens(n_rows, 6), tokens(n_rows, 5, seed=1), tokens(n_rows, 7, seed=2)]
+    expected, found, ids = [], [], torch.empty(n_rows, 0, dtype=torch.int64)
+    for text in texts:
+        ids = generate(llama, asked(torch.cat([ids, text], dim=1)))
+        expected.append(ids)
+    cache, ids, served = wrapped(llama), ids[:, :0], []
+    for text in texts:
+        ids = generate(llama, asked(torch.cat([ids, text], dim=1)))
+        found.append(ids)
+        served.append({outcome.n_prefix for outcome in cache.last})
+    assert all(map(torch.equal, found, expected))
+    assert served == [{0}, {14}, {28}]  # all but the last token, which was not run
+    assert cache.stats().errors == 0
+
+
+def test_rows_with_padding_keep_their_turns(llama: Any) -> None:
+    prompts = [tokens(1, 9), tokens(1, 6, seed=1)]
+    inputs = batch(prompts, left=True)
+    with wrapped(llama) as cache:
+        answers = generate(llama, inputs)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            whole = torch.cat([answer[-9 - prompt.shape[1] :], tokens(1, 3, seed=5)[0]])[None]
+            expected = plainly(cache, whole).logits
+            close(cache(whole).logits, expected)
+            assert cache.last[0].n_prefix == prompt.shape[1] + 8
+
+
+def test_a_saved_cache_has_the_turn(llama: Any, tmp_path: Path) -> None:
+    with wrapped(llama) as cache:
+        ids = generate(llama, asked(tokens(1, 6)))
+        cache.save(tmp_path)
+    with LLMCache.load(llama, tmp_path) as cache:
+        cache(ids)
+        assert cache.last[0].n_prefix == 14
+
+
+def steps(cache: LLMCache, kv_cache: Any, *ids: Tensor, **inputs: Any) -> None:
+    for step in ids:
+        run(cache.model, step, past_key_values=kv_cache, **inputs)
+
+
+PROMPT, ANSWER = tokens(2, 6), tokens(2, 10, seed=4)
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "beams", "crop", "mask", "positions", "disabled", "weights", "clear", "forget"]
+)
+def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
+    cache, kv_cache = wrapped(llama), DynamicCache()
+    cache(PROMPT, past_key_values=kv_cache)
+    steps(cache, kv_cache, ANSWER[:, :1])
+    n = kv_cache.get_seq_length()
+    if what == "beams":
+        kv_cache.reorder_cache(torch.tensor([1, 0]))
+    elif what == "crop":
+        kv_cache.crop(-1)
+    elif what == "mask":
+        mask = torch.ones(2, n + 1, dtype=torch.int64)
+        mask[:, 2] = 0
+        steps(cache, kv_cache, ANSWER[:, 1:2], attention_mask=mask)
+    elif what == "positions":
+        steps(cache, kv_cache, ANSWER[:, 1:2], position_ids=torch.full((2, 1), 40))
+    elif what == "disabled":
+        with cache.disabled():
+            steps(cache, kv_cache, ANSWER[:, 1:2])
+    elif what == "weights":
+        with torch.no_grad():
+            llama.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    elif what == "clear":
+        cache.clear()
+    elif what == "forget":
+        cache.forget(input_ids=PROMPT, past_key_values=DynamicCache())
+    done = kv_cache.get_seq_length() - PROMPT.shape[1]
+    steps(cache, kv_cache, *ANSWER[:, done:].split(1, dim=1))
+    whole = torch.cat([PROMPT, ANSWER], dim=1)
+    expected = plainly(cache, whole).logits
+    close(cache(whole).logits, expected)
+    n_served = max(outcome.n_prefix for outcome in cache.last)
+    assert n_served == 15 if what == "nothing" else n_served <= PROMPT.shape[1] + BLOCK - 1
+    assert cache.stats().errors == 0
