@@ -589,7 +589,7 @@ class CachedForward(Swap, ContextFlags):
             return
         if not call.is_collected:
             self._local.last = outcomes = tuple(map(call.path.outcome, repeat(call), call.rows))
-            n_tokens = ()
+            n_tokens: tuple[int, ...] = ()
             if self.prefix is not None:
                 n_tokens = (count_tokens(call, range(len(call.rows))), call.path.n_computed(call))
             self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, *n_tokens)
