@@ -536,8 +536,11 @@ class LLMCache:
             yield self
 
     def __repr__(self) -> str:
-        rungs = "paper"
+        rungs, held = "paper", ""
         if isinstance(self._backend, Core):
-            blocks = () if self._backend.blocks is None else ("prefix",)
+            stats, blocks = self.stats(), () if self._backend.blocks is None else ("prefix",)
             rungs = "+".join([*(rung.name for rung in self._backend.rungs), *blocks])
-        return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={rungs!r})"
+            if blocks:
+                most = stats.prefix_max_nbytes / 1e6
+                held = f", blocks='{stats.n_blocks:,}, {stats.prefix_nbytes / 1e6:,.1f} of {most:,.1f} MB'"
+        return f"LLMCache({type(self.model).__name__}, payload={self.payload!r}, rungs={rungs!r}{held})"

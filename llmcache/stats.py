@@ -174,12 +174,17 @@ class Stats:
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows with an approximate hit that were computed to check the entry (policy `divergence`): neither
             hits nor misses, and not stored.
-        bypassed: Rows computed as without a cache, by reason (`llmcache.request.bypass.CURES`), decode steps included.
-        n_prefix_tokens: Tokens served from stored prefixes, for which no layer ran.
-        n_prompt_tokens: Tokens of all requests looked up for prefixes.
+        bypassed: Rows computed as without a cache, by reason (`llmcache.request.bypass.CURES`), without decode steps.
+        n_decode_steps: Rows of calls that extend K/V the caller holds, as `generate()` makes one for each further
+            token. They are always computed, and counted only here.
+        n_prompt_tokens: Tokens asked of a decoder: of all requests, without padding and bypassed requests.
+        n_computed_tokens: Of these, the tokens that the layers ran on. `n_saved_tokens` are the others.
+        n_prefix_tokens: Of the saved tokens, those of prefix hits: from stored prefixes, or computed for an earlier row
+            of the same call.
         n_blocks: Blocks held, without tails.
         n_blocks_evicted: Blocks and tails evicted.
         prefix_nbytes: Bytes of the blocks and tails held.
+        prefix_max_nbytes: Their present budget: what the bank leaves of `max_bytes`. 0 if the model has no blocks.
         n_layers_skipped: Layer executions saved, summed over rows.
         n_entries: Entries by layer.
         n_evicted: Entries evicted for others, by layer.
@@ -188,7 +193,7 @@ class Stats:
         n_stored: Requests stored whole, in entries or blocks.
         nbytes: Bytes of the entries held, all layers.
         nbytes_by_layer: The same by layer.
-        max_nbytes_by_layer: Budgets of the banks, by layer; prefix blocks may fill what the banks leave.
+        max_nbytes_by_layer: Budgets of the banks, by layer.
         index_nbytes: Bytes of the fingerprints in the indexes, spare room included.
         reconstruction_error: Loss by compression, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, for rows x of
             every 16th entry packed (x': unpacked), under the weights that stored last. Entries that a codec is fitted
@@ -214,11 +219,14 @@ class Stats:
     n_misses: int = 0
     n_revalidated: int = 0
     bypassed: dict[str, int] = field(default_factory=dict)
-    n_prefix_tokens: int = 0
+    n_decode_steps: int = 0
     n_prompt_tokens: int = 0
+    n_computed_tokens: int = 0
+    n_prefix_tokens: int = 0
     n_blocks: int = 0
     n_blocks_evicted: int = 0
     prefix_nbytes: int = 0
+    prefix_max_nbytes: int = 0
     n_layers_skipped: int = 0
     n_entries: dict[int, int] = field(default_factory=dict)
     n_evicted: dict[int, int] = field(default_factory=dict)
@@ -251,6 +259,16 @@ class Stats:
         return self.n_hits / self.n_requests if self.n_requests else 0.0
 
     @property
+    def n_saved_tokens(self) -> int:
+        """Tokens of prompts that no layer ran on, of prefix hits and exact hits."""
+        return self.n_prompt_tokens - self.n_computed_tokens
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Saved tokens over all tokens of prompts, 0 to 1; 0 before the first prompt."""
+        return self.n_saved_tokens / self.n_prompt_tokens if self.n_prompt_tokens else 0.0
+
+    @property
     def held_nbytes(self) -> int:
         """Bytes of all states, fingerprints and prefix blocks held."""
         return self.nbytes + self.index_nbytes + self.prefix_nbytes
@@ -262,13 +280,13 @@ class Stats:
 
     def __str__(self) -> str:
         """Return one figure per line, without those that are 0, empty or None."""
-        data = {one.name: getattr(self, one.name) for one in fields(self)} | {"hit_rate": self.hit_rate}
+        data = {one.name: getattr(self, one.name) for one in fields(self)} | self._rates()
         shown = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in data.items() if value)
         return "\n".join(f"{name}: {value}" for name, value in shown)
 
     def _repr_html_(self) -> str:
         """Return a table of requests by what served them, with bars, for notebooks."""
-        bypassed = {f"bypassed: {why}": n for why, n in self.bypassed.items() if why != "decode"}  # parts of requests
+        bypassed = {f"bypassed: {why}": n for why, n in self.bypassed.items()}
         served = {**self.hits, "computed": self.n_misses, **bypassed}
         shares = [(html.escape(name), n, n / max(1, self.n_requests)) for name, n in served.items()]
         bar = '<div style="background:#4c78a8;height:1em;width:{:.0f}px"></div>'
@@ -276,12 +294,17 @@ class Stats:
             f"<tr><td>{name}</td><td>{n:,}</td><td>{share:.1%}</td><td>{bar.format(200 * share)}</td></tr>"
             for name, n, share in shares
         )
+        tokens = f", {self.token_hit_rate:.1%} of {self.n_prompt_tokens:,} tokens saved" if self.n_prompt_tokens else ""
         audit = "" if self.audit is None else f"<br>{html.escape(str(self.audit))}"
+        figures = f"{self.n_requests:,} requests, {self.hit_rate:.1%} hits{tokens}, {self.held_nbytes / 1e6:,.1f} MB"
         return (
-            f"<p>{self.n_requests:,} requests, {self.hit_rate:.1%} hits, {self.held_nbytes / 1e6:,.1f} MB{audit}</p>"
+            f"<p>{figures}{audit}</p>"
             f"<table><tr><th>served by</th><th>requests</th><th>share</th><th></th></tr>{rows}</table>"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, `n_hits` and `hit_rate` included."""
-        return {**asdict(self), "n_hits": self.n_hits, "hit_rate": self.hit_rate}
+        """Return plain values for JSON, `n_hits`, `n_saved_tokens` and the rates included."""
+        return {**asdict(self), "n_hits": self.n_hits, "n_saved_tokens": self.n_saved_tokens, **self._rates()}
+
+    def _rates(self) -> dict[str, float]:
+        return {"hit_rate": self.hit_rate, "token_hit_rate": self.token_hit_rate}

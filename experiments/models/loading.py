@@ -95,6 +95,7 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
     tokenizer = _tokenizer()
     family = "gpt2" if auto == KINDS["token"][0] else "bert"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
+    tokenizer.eos_token = tokenizer.sep_token  # as the config says
     special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
     made = transformers.AutoConfig.for_model(family, vocab_size=len(tokenizer), **shape, **special, **config)
     with torch.random.fork_rng():

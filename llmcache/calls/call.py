@@ -45,7 +45,7 @@ from llmcache.reuse.approximate import Approximate
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.reuse.calibration.calibration import Calibration
 from llmcache.reuse.calibration.observer import Observer
-from llmcache.reuse.call import Bypass, Call, Hit, Path, Rung
+from llmcache.reuse.call import Bypass, Call, Hit, Path, Rung, count_tokens
 from llmcache.reuse.draft import Draft
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import SearchCost
@@ -287,7 +287,7 @@ class Rows(Path):
         return call.beginnings.outcome(call, row).n_prefix + prefix.blocks.size >= row.n_valid
 
     def n_computed(self, call: Call) -> int:
-        return len(call.computed) * int(call.arguments["input_ids"].shape[1])
+        return count_tokens(call, call.computed) if call.beginnings is None else call.beginnings.n_computed(call)
 
     def outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:
@@ -603,8 +603,10 @@ class CachedForward(Swap, ContextFlags):
             return
         if not call.is_collected:
             self._local.last = outcomes = tuple(map(call.path.outcome, repeat(call), call.rows))
-            n_prompt = call.path.n_prompt(call) if call.path.keeps_kv else 0
-            self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, n_prompt)
+            n_tokens: tuple[int, ...] = ()
+            if self.prefix is not None:
+                n_tokens = (count_tokens(call, range(len(call.rows))), call.path.n_computed(call))
+            self._counters.done(outcomes, self._depth, call.lookup_s, call.computing_s, call.storing_s, *n_tokens)
             if call.audited:
                 self.reuse.served(call)
             if self.reuse.search_cost is not None and call.calibration is not None:

@@ -189,6 +189,7 @@ class Core:
             n_blocks=0 if blocks is None else len(blocks),
             n_blocks_evicted=0 if blocks is None else blocks.n_evicted,
             prefix_nbytes=0 if blocks is None else blocks.nbytes,
+            prefix_max_nbytes=0 if blocks is None else blocks.max_bytes - bank.nbytes,
             audit=self.reuse.audit_stats(),
             store=None if self.tier is None else self.tier.stats(),
             engine=self._engine_stats(),

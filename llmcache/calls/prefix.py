@@ -50,7 +50,7 @@ from llmcache.models.packing import STATES, padding_of, parts_of
 from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
-from llmcache.reuse.call import Call, Path
+from llmcache.reuse.call import Call, Path, count_tokens
 from llmcache.support.arrays import Ids, Positions
 from llmcache.support.context import scoped
 from llmcache.support.threads import forkable
@@ -231,7 +231,7 @@ class Prefix:
         if prefill.hands_out and len(call.rows) == 1 and rows[0].n_valid == n_tokens:
             if n_known[0] >= size - 1:
                 prefill.matched, prefill.n_cut = reached[0][0], n_known[0]
-                prefill.served_tokens = n_known
+                prefill.served_tokens, prefill.n_saved = n_known, n_known[0]
             return
         wanted = wanted or {}
         tree = Tree(
@@ -250,8 +250,9 @@ class Prefix:
         is_wanted = any(n_known[number] + size <= n for number, n in wanted.items() if number in n_known)
         n_plain = len(rest) * n_tokens
         if is_wanted or (n_plain - n_columns >= size - 1 and (len(rest) == 1 or n_columns <= PAYS * n_plain)):
-            prefill.tree = tree
-            prefill.served_tokens = {number: n for number, n in tree.served_tokens().items() if n >= size - 1}
+            prefill.tree, served = tree, tree.served_tokens()
+            prefill.served_tokens = {number: n for number, n in served.items() if n >= size - 1}
+            prefill.n_saved = sum(served.values())
         else:
             prefill.missed |= {number: "too_short" for number, n in n_known.items() if n >= size}
 
@@ -611,6 +612,7 @@ class Prefill(Path):
     served_tokens: Mapping[int, int] = field(default_factory=dict)  # how many of a row are not computed for it
     matched: Sequence[Any] = ()  # the stored blocks that a single prompt begins with
     n_cut: int = 0  # C
+    n_saved: int = 0  # tokens of all rows that are not computed for them; rows that are stored whole are left out
     slabs: dict[Slab, Columns] = field(default_factory=dict)  # the columns of stored blocks
     tree: Tree | None = None  # of rows that are neither whole nor computed apart
     missed: dict[int, str] = field(default_factory=dict)  # why a stored prefix does not serve, a key of `MISSES`
@@ -629,7 +631,7 @@ class Prefill(Path):
         return self.whole.keys()
 
     def drop(self, call: Call) -> None:
-        self.whole, self.served_tokens, self.n_cut, self.tree = {}, {}, 0, None
+        self.whole, self.served_tokens, self.n_cut, self.n_saved, self.tree = {}, {}, 0, 0, None
 
     def answer(self, call: Call) -> Any:
         return self.prefix.answer(call, self)
@@ -651,10 +653,7 @@ class Prefill(Path):
         return [*map(entry_name, keys), *map(block_name, self.prefix.keys_of(call, self))]
 
     def n_computed(self, call: Call) -> int:
-        return self.n_prompt(call) - sum(self.served_tokens.values())
-
-    def n_prompt(self, call: Call) -> int:
-        return sum(call.rows[number].n_valid for number in self.numbers if number not in self.whole)
+        return count_tokens(call, [number for number in self.numbers if number not in self.whole]) - self.n_saved
 
 
 def _read_kind(described: Any) -> Kind | None:

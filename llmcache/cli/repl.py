@@ -132,10 +132,12 @@ class _LocalTalk:
             "requests": stats.n_requests,
             "requests whose whole prompt was stored": stats.hits.get("exact", 0),
             "prompt tokens": stats.n_prompt_tokens,
-            "prompt tokens from a stored prefix": stats.n_prefix_tokens,
+            "prompt tokens computed": stats.n_computed_tokens,
+            "prompt tokens saved": stats.n_saved_tokens,
             "tokenised prompts held": len(self._chat.prompts),
             "blocks held": stats.n_blocks,
             "bytes held": stats.held_nbytes,
+            "bytes of blocks at most": stats.prefix_max_nbytes,
             "K/V bytes of the last answer": self._kv_nbytes,
         }
         _show_figures("Cache", figures)

@@ -4,7 +4,7 @@ Sizes: T tokens so far, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,7 +45,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a sequence of token ids, () for none, or None for the model's own",
     ),
     "n_logprobs": (lambda x: type(x) is int and x >= 0, "a whole number of tokens, 0 or more"),
+    "n_prompt_logprobs": (
+        lambda x: x is None or (type(x) is int and x >= 0),
+        "a whole number of tokens, 0 or more, or None to leave the prompt unscored",
+    ),
 }
+_N_SCORED = 128  # tokens scored at once: as many rows of log-probabilities in float32 are held
 _WARPERS = ("temperature", "top_k", "top_p")
 
 
@@ -68,6 +73,7 @@ class Sampling:
         stop_ids: Tokens that end the answer, as its last token; None: the model's end-of-text tokens; (): none.
         n_logprobs: Number of likeliest tokens returned with each token, with their log-probabilities by the model's own
             logits, which no setting above changes.
+        n_prompt_logprobs: The same for each token of the prompt, in `Stream.prompt`; None: the prompt is not scored.
     """
 
     do_sample: bool = False
@@ -81,6 +87,7 @@ class Sampling:
     max_new_tokens: int = 20
     stop_ids: Sequence[int] | None = None
     n_logprobs: int = 0
+    n_prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a setting that is out of range or has no effect, with its value and what to give."""
@@ -160,6 +167,31 @@ class Chooser:
             chosen = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._rng))
         else:
             chosen = int(scores.argmax(dim=-1))
-        top = logprobs.topk(self._sampling.n_logprobs)
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return chosen, float(logprobs[chosen]), tuple(pair for pair in pairs if pair[1] > -math.inf)
+        return chosen, float(logprobs[chosen]), _likeliest(logprobs, self._sampling.n_logprobs)
+
+
+def score(ids: Tensor, logits: Tensor, n_top: int) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
+    """Yield `id`, `logprob` and `top` of the `Token`s of a prompt, int64 (T,), but the first.
+
+    Args:
+        ids: The prompt.
+        logits: The model's at each of its positions (T, V).
+        n_top: Number of likeliest tokens of each.
+
+    Raises:
+        RequestError: A log-probability is not a number.
+    """
+    for first in range(0, len(ids) - 1, _N_SCORED):
+        next_ids = ids[first + 1 : first + 1 + _N_SCORED].tolist()
+        logprobs = torch.log_softmax(logits[first : first + len(next_ids)].to(torch.float32), dim=-1)
+        if bool(logprobs.isnan().any()):
+            raise RequestError("the model's logits are not finite, so nothing can be scored: run it in a wider dtype")
+        for token, row in zip(next_ids, logprobs, strict=True):
+            yield token, float(row[token]), _likeliest(row, n_top)
+
+
+def _likeliest(logprobs: Tensor, n: int) -> tuple[tuple[int, float], ...]:
+    """Return the ids and log-probabilities of the likeliest of tokens (V,), those of probability 0 left out."""
+    top = logprobs.topk(n)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return tuple(pair for pair in pairs if pair[1] > -math.inf)

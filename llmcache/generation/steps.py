@@ -51,13 +51,19 @@ def prefill(
     return run_prompt(model, config, ids, attention_mask, kv_cache), kv_cache
 
 
-def run_prompt(model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any) -> Tensor:
-    """Run checked prompts into an empty K/V cache; return logits (B, V) and raise errors as `prefill` does."""
+def run_prompt(
+    model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep: int | None = None
+) -> Tensor:
+    """Run checked prompts into an empty K/V cache; return logits (B, V) and raise errors as `prefill` does.
+
+    With `n_keep`, and without a mask, return the logits (B, n_keep, V) of the last columns.
+    """
     check_room(kv_cache, config, ids.shape[1])
     n_columns = ids.shape[1]
     _PADDED.discard(kv_cache)
     if mask is None:
-        logits = _forward(model, ids, None, kv_cache, 1)[:, 0]
+        logits = _forward(model, ids, None, kv_cache, n_keep or 1)
+        logits = logits if n_keep else logits[:, 0]
     else:
         if not bool(mask.all()):
             _PADDED.add(kv_cache)

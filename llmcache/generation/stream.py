@@ -14,7 +14,7 @@ from llmcache.errors import ConfigError, RequestError
 from llmcache.generation.kv_caches import Kind, check_room, held_nbytes, make_cache
 from llmcache.generation.latency import Latency
 from llmcache.generation.results import Generation, StoppedBy, Token
-from llmcache.generation.sampling import Chooser, Sampling
+from llmcache.generation.sampling import Chooser, Sampling, score
 from llmcache.generation.steps import decode_step, run_prompt
 from llmcache.generation.validation import check_context, check_prompt, decoder_config
 from llmcache.models.hooks import listener_of
@@ -76,6 +76,8 @@ class Stream(Iterator[Token]):
     Attributes:
         stopped_by: Why the newest token is the last, `stop` or `length`; None: not finished.
         outcome: How the cache on the model served the prefill; None before the prefill, and without a cache.
+        prompt: Tokens of the prompt with their log-probabilities, if the sampling has `n_prompt_logprobs`, without the
+            first, which nothing precedes. Empty before the prefill. Their times are that of the prefill.
     """
 
     def __init__(
@@ -96,6 +98,9 @@ class Stream(Iterator[Token]):
         self._n_prompt = ids.shape[1]
         self._choose = Chooser(sampling, ids.device, self._n_prompt)
         self._tokens: list[Token] = []
+        self._n_scores = sampling.n_prompt_logprobs
+        self._n_kept = None if self._n_scores is None else self._n_prompt
+        self.prompt: tuple[Token, ...] = ()
         self.stopped_by: StoppedBy | None = None
         self.outcome: Outcome | None = None
         self._kv_nbytes = 0
@@ -127,9 +132,13 @@ class Stream(Iterator[Token]):
         )
 
     def _run(self, ids: Tensor, kv_cache: Any) -> Generator[Token, None, None]:
-        logits = run_prompt(self._model, self._config, ids, None, kv_cache)
+        logits = run_prompt(self._model, self._config, ids, None, kv_cache, self._n_kept)
         if self._listener is not None and self._listener.last:
             self.outcome = self._listener.last[0]
+        if self._n_scores is not None:
+            took_s = self._clock() - self._started_s
+            self.prompt = tuple(Token(*scored, took_s) for scored in score(ids[0], logits[0], self._n_scores))
+            logits = logits[:, -1].clone()
         while True:
             token = Token(*self._choose(ids, logits), self._clock() - self._started_s)
             self._tokens.append(token)
@@ -156,5 +165,6 @@ def _check(config: Any, ids: Any, sampling: Sampling) -> None:
     wrong = [one for one in sampling.stop_ids or () if not 0 <= one < config.vocab_size]
     if wrong:
         raise ConfigError(f"stop_ids: {wrong[0]} is not in the vocabulary, 0 to {config.vocab_size - 1}")
-    if sampling.n_logprobs > config.vocab_size:
-        raise ConfigError(f"n_logprobs={sampling.n_logprobs}: the vocabulary has {config.vocab_size} tokens")
+    for name in ("n_logprobs", "n_prompt_logprobs"):
+        if (n := getattr(sampling, name) or 0) > config.vocab_size:
+            raise ConfigError(f"{name}={n}: the vocabulary has {config.vocab_size} tokens")

@@ -301,7 +301,7 @@ class Layerwise(ContextFlags):
         counted = tuple(
             outcome for outcome, row in zip(outcomes, call.rows, strict=True) if row.number not in call.checked
         )
-        self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started, 0)
+        self.counters.done(counted, 0, call.lookup_s, 0.0, call.storing_s + perf_counter() - started)
 
     def _report_costs(self, call: Call, took_s: float) -> None:
         """Report to the policies the cost of each computed row: the call's milliseconds, divided by tokens."""

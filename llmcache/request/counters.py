@@ -27,8 +27,7 @@ _AT_FIRST = 16  # successes assumed at the start, so that one early failure is l
 _FAILING = 0.1  # share of failures from which the cache is failing
 _LOG_EVERY_S = 60.0  # failures of a store, which may occur in every call
 _RECOVERED = 0.05  # share below which the cache works again: some 45 calls without failure, or 192 if all had failed
-# Bypasses that need no cure, as decode steps are a normal part of generation, or whose cure `wrap` has logged.
-_WANTED = ("decode", "disabled", "other_encoder")
+_WANTED = ("disabled", "other_encoder")  # bypasses that need no cure, or whose cure `wrap` has logged
 _LOGGED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: reasons that any cache of it logged
 
 
@@ -61,10 +60,13 @@ class Counters:
             self._lookup_s = self._computing_s = self._storing_s = 0.0
 
     def bypass(self, reason: str, n_rows: int) -> None:
-        """Count bypassed rows; log the first bypass of each reason with its cure."""
+        """Count bypassed rows, decode steps apart; log the first bypass of each reason with its cure."""
         with self._lock:
+            if reason == "decode":  # a normal part of generation
+                self._totals["decode steps"] += n_rows
+                return
             self._bypassed[reason] += n_rows
-            self._totals["requests"] += 0 if reason == "decode" else n_rows
+            self._totals["requests"] += n_rows
             is_first = reason not in self._logged
             self._logged.add(reason)
             has_turned = reason == "error" and self._end_call()
@@ -149,11 +151,12 @@ class Counters:
         lookup_s: float,
         computing_s: float,
         storing_s: float,
-        n_prompt_tokens: int,
+        n_prompt_tokens: int = 0,
+        n_computed_tokens: int = 0,
     ) -> None:
         """Count the rows' outcomes and the seconds of a call that was not bypassed.
 
-        A hit skips `depth` layers; `n_prompt_tokens` were looked up for prefixes.
+        A hit skips `depth` layers. The tokens are those of a call that keeps K/V.
         """
         with self._lock:
             for outcome in outcomes:
@@ -166,6 +169,7 @@ class Counters:
                     self._totals["skipped"] += 0 if outcome.n_prefix else depth
                     self._totals["prefix tokens"] += outcome.n_prefix
             self._totals["prompt tokens"] += n_prompt_tokens
+            self._totals["computed tokens"] += n_computed_tokens
             self._totals["requests"] += len(outcomes)
             self._lookup_s += lookup_s
             self._computing_s += computing_s
@@ -185,8 +189,10 @@ class Counters:
                 hits=dict(+self._hits),
                 n_misses=self._totals["misses"],
                 bypassed=dict(+self._bypassed),
-                n_prefix_tokens=self._totals["prefix tokens"],
+                n_decode_steps=self._totals["decode steps"],
                 n_prompt_tokens=self._totals["prompt tokens"],
+                n_computed_tokens=self._totals["computed tokens"],
+                n_prefix_tokens=self._totals["prefix tokens"],
                 n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
                 computing_ms=self._computing_s * 1e3,

@@ -4,7 +4,7 @@ Sizes: B rows, T tokens, F fingerprint width, C outputs, S width of a signature.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -136,11 +136,13 @@ class Path(ABC):
 
     @abstractmethod
     def n_computed(self, call: Call) -> int:
-        """Return how many tokens were computed."""
+        """Return how many tokens were computed, as `count_tokens` counts."""
 
-    def n_prompt(self, call: Call) -> int:
-        """Return how many tokens of prompts a call ran or cut off."""
-        return 0
+
+def count_tokens(call: Call, numbers: Iterable[int]) -> int:
+    """Return how many tokens these rows have, without padding and without bypassed rows."""
+    rows = map(call.rows.__getitem__, numbers)
+    return sum(row.n_valid for row in rows if not row.bypass_reason)
 
 
 class Rung(Protocol):

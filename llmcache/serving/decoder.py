@@ -292,6 +292,7 @@ class _Flight:
     items: list[_Item] = field(default_factory=list)
     rung: str | None = None
     n_cached: int = 0
+    scored: tuple[Token, ...] = ()  # the prompt's tokens but the first
     is_stored: bool = True  # nothing of its namespace was forgotten since it began
 
     def put(self, token: Token, stopped_by: StoppedBy | None, answer: Stream) -> None:
@@ -299,6 +300,7 @@ class _Flight:
         if not self.items and answer.outcome is not None:
             self.rung = answer.outcome.rung
             self.n_cached = len(self.key[1]) if self.rung == "exact" else answer.outcome.n_prefix
+        self.scored = answer.prompt
         self.items.append((token, stopped_by))
         for reader in self.readers:
             reader.put((token, stopped_by))
@@ -344,6 +346,11 @@ class Generating:
     def n_cached(self) -> int:
         """Number of prompt tokens not computed for this request; valid after the first token."""
         return self._flight.n_cached if self._is_first else self.n_prompt
+
+    @property
+    def scored(self) -> tuple[Token, ...]:
+        """The prompt's tokens but the first, if they are scored (`Stream.prompt`); valid after the first token."""
+        return self._flight.scored
 
     def stop(self) -> None:
         """End the answer at a stop text. Idempotent."""

@@ -5,6 +5,7 @@ An answer served from the cache has the same tokens as a computed one and stream
 
 import asyncio
 import json
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import chain, product
@@ -28,6 +29,7 @@ from llmcache.serving.server import Server
 
 router = APIRouter(tags=["openai"], route_class=BodyRoute)
 
+_LOWEST: Final = -9999.0
 _SHORT: Final = 16  # default of `max_tokens` for completions, as in OpenAI's API
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -37,7 +39,8 @@ _Length = tuple[int | None, int | None, tuple[str, str]]  # arguments of `Decode
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Complete one or more prompts."""
-    length = (body.max_tokens, _SHORT, ("prompt", "max_tokens"))
+    asked = 1 if body.max_tokens == 0 else body.max_tokens  # the token is made, and left out of the response
+    length = (asked, _SHORT, ("prompt", "max_tokens"))
     return await _respond(body, request, body.prompts, length, _Completion)
 
 
@@ -74,6 +77,10 @@ class _Shape:
         """Return the choice object of a whole answer, or of a piece of a streamed one."""
         raise NotImplementedError
 
+    def opened(self, index: int, answer: Generating, first: Delta) -> Delta:
+        """Return the first piece of an answer, with all that comes before its first token."""
+        return first
+
     def openings(self, n_answers: int) -> list[dict[str, Any]]:
         """Return the choice objects that open streamed answers, if the route has any."""
         return []
@@ -86,7 +93,19 @@ class _Completion(_Shape):
 
     def __init__(self, server: Server, body: GenerationRequest) -> None:
         super().__init__(server, body)
+        assert isinstance(body, CompletionRequest)
+        self._body, self._tokenizer = body, server.tokenizer
         self._n_characters: Counter[int] = Counter()  # characters so far, by answer
+
+    def opened(self, index: int, answer: Generating, first: Delta) -> Delta:
+        if not self._body.echo:
+            return first
+        prompt = self._body.prompts[index // (self._body.n or 1)]
+        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        begin = [Token(answer.prompt[0], math.nan, (), 0.0), *answer.scored] if self._body.is_scored else []
+        if self._body.max_tokens == 0:
+            return Delta(text, begin, "length")
+        return Delta(text + first.text, [*begin, *first.tokens], first.finish_reason)
 
     def choice(self, index: int, answer: Delta, is_piece: bool = False) -> dict[str, Any]:
         return {
@@ -106,8 +125,8 @@ class _Completion(_Shape):
             self._n_characters[index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
+            "token_logprobs": [None if math.isnan(token.logprob) else _finite(token.logprob) for token in tokens],
+            "top_logprobs": [None if math.isnan(token.logprob) else self._top(token) for token in tokens],
             "text_offset": offsets,
         }
 
@@ -116,8 +135,13 @@ class _Completion(_Shape):
         assert self._texts is not None
         found: dict[str, float] = {}
         for one, logprob in (*token.top, (token.id, token.logprob)):
-            found.setdefault(self._texts.text(one), logprob)
+            found.setdefault(self._texts.text(one), _finite(logprob))
         return found
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can hold: at least -9999, as OpenAI's API returns for probability 0."""
+    return max(logprob, _LOWEST)
 
 
 class _Chat(_Shape):
@@ -154,6 +178,7 @@ class _Answers:
         self._server, self._body, self._shape, self._check_key = server, body, shape, check_key
         self._answers: list[Generating] = []
         self._arrived: Arrived = asyncio.Queue()
+        self._opened = set[int]()  # answers of which a piece was returned
         self._n_made = 0
         self._id = f"{shape.prefix}-{uuid4().hex}"
         self._created = int(time())
@@ -189,7 +214,9 @@ class _Answers:
                 index = self._answers.index(answer)
                 delta = texts[index].add(*answer.take(item))
                 if delta is not None:
-                    self._n_made += len(delta.tokens)
+                    self._n_made += 0 if self._body.max_tokens == 0 else len(delta.tokens)
+                    delta = delta if index in self._opened else self._shape.opened(index, answer, delta)
+                    self._opened.add(index)
                     yield index, delta
         finally:
             self.close()

@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
@@ -40,7 +41,6 @@ _UNSUPPORTED: Final[Mapping[str, Sequence[Any]]] = {
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
     "truncate_prompt_tokens": (None,),
-    "echo": (None, False),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
 }
 
@@ -140,7 +140,23 @@ class CompletionRequest(GenerationRequest):
     }
 
     prompt: StrictStr | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
+    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    echo: StrictBool | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal("invalid", "max_tokens is at least 1, or 0 with echo=true", param="max_tokens")
+
+    def sampling(self, max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocabulary: int) -> Sampling:
+        sampling = super().sampling(max_new_tokens, seed, eos_ids, vocabulary)
+        return replace(sampling, n_prompt_logprobs=sampling.n_logprobs) if self.is_scored else sampling
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of the prompt's tokens are returned."""
+        return bool(self.echo) and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -186,6 +202,7 @@ class ChatRequest(GenerationRequest):
         "chat_template": (None,),
         "chat_template_kwargs": (None, {}),
         "documents": (None, []),
+        "echo": (None, False),
     }
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]

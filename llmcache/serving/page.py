@@ -176,7 +176,8 @@ def _memory(stats: Stats, max_bytes: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of the memory table: bytes held and budget of each part."""
     most = stats.max_nbytes_by_layer
     rows = [(f"bank of layer {layer}", nbytes, most[layer]) for layer, nbytes in stats.nbytes_by_layer.items()]
-    rows += [("blocks of prefixes", stats.prefix_nbytes, max_bytes)] if stats.prefix_nbytes else []
+    if stats.prefix_max_nbytes:
+        rows += [(f"{count(stats.n_blocks)} blocks of prefixes", stats.prefix_nbytes, stats.prefix_max_nbytes)]
     rows += [("all states", stats.nbytes + stats.prefix_nbytes, max_bytes)]
     for name, nbytes, budget in rows:
         yield {

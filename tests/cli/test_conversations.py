@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_and_says_what_came_from_where(models: str, say: 
     shown = capsys.readouterr().out
     assert shown.count("prompt new") == 2 and shown.count("prompt known") == 1
     assert "(prefix)" in shown and "(exact)" in shown and "(computed)" in shown
-    assert "prompt tokens from a stored prefix" in shown and "served" in shown and "cleared" in shown
+    assert "prompt tokens saved" in shown and "served" in shown and "cleared" in shown
     assert "never read" not in shown
 
 

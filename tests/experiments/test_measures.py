@@ -44,7 +44,13 @@ LOADED = yaml.safe_load((HERE / "measures.yaml").read_text(encoding="utf-8"))
 SETTINGS: dict[str, Any] = json.loads(json.dumps(LOADED).replace("STUB", STUB))
 del SETTINGS["templates"]
 ORT = "onnxruntime"
-NEEDS = {"engines": ORT, "engine_parity": ORT, "second_pass": "sentence_transformers", "ray_replicas": "ray.serve"}
+NEEDS = {
+    "lm_eval": "lm_eval",
+    "engines": ORT,
+    "engine_parity": ORT,
+    "second_pass": "sentence_transformers",
+    "ray_replicas": "ray.serve",
+}
 SHARED = ("ray_replicas", "store_faults")  # they run a Redis
 
 
@@ -276,6 +282,15 @@ def parity(rows: Rows, metrics: Any) -> None:
     assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (40, 0, 0, 0)
     assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"] and metrics["hits"]["prefix"] > 5
     assert metrics["max_bytes"] / 4 < metrics["most_bytes"] <= metrics["max_bytes"] and len(metrics["memory"]) == 10
+
+
+def lm_eval(rows: Rows, metrics: Any) -> None:
+    assert (metrics["acc_cached"], metrics["acc_norm_cached"]) == (metrics["acc_plain"], metrics["acc_norm_plain"])
+    assert metrics["logprob_difference"] < 1e-4 and (metrics["requests"], metrics["errors"]) == (12, 0)
+    assert [row["columns"] for row in rows] == [metrics["columns_plain"], metrics["columns_cached"]]
+    # The first layer runs on what the cache counts as computed; the search for a batch is left out of both.
+    computed = 1 - metrics["token_hit_rate"]
+    assert metrics["columns_cached"] == pytest.approx(computed * metrics["columns_plain"]) and computed < 0.8
 
 
 def commands(rows: Rows, metrics: Any) -> None:

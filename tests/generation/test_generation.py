@@ -11,7 +11,7 @@ import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache import RequestError
+from llmcache import LLMCache, RequestError
 from llmcache.generation import (
     QUOTABLE,
     Latencies,
@@ -103,6 +103,25 @@ def test_log_probabilities_are_the_models_own_however_tokens_are_chosen(llama: A
         likeliest = row.topk(4)
         assert [one for one, _ in top] == likeliest.indices.tolist()
         assert [one for _, one in top] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
+
+
+def test_a_prompt_is_scored_by_the_models_own_logits_also_after_its_beginning_was_served(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcache.generation.sampling._N_SCORED", 16)
+    ids, asked = tokens(1, 50), Sampling(max_new_tokens=2, n_prompt_logprobs=4)
+    with torch.no_grad():
+        own = llama(ids).logits[0, :-1].log_softmax(-1)
+    expected = generate(llama, ids, replace(asked, n_prompt_logprobs=None))
+    with LLMCache.wrap(llama) as cache:
+        cache(ids[:, :40])
+        answer = stream(llama, ids, asked)
+        assert answer.prompt == () and tuple(one.id for one in answer) == expected.tokens
+        assert answer.outcome is not None and answer.outcome.n_prefix >= 32
+    assert [one.id for one in answer.prompt] == ids[0, 1:].tolist()
+    for row, token in zip(own, answer.prompt, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+        assert [one for _, one in token.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (-0.4, 2.0)])

@@ -63,6 +63,16 @@ def test_what_prompts_share_is_held_and_saved_once_and_each_end_is_known(llama: 
     assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 39)  # the stem itself was never asked
 
 
+def test_tokens_that_no_layer_ran_on_are_saved(llama: Any) -> None:
+    stem, budget = tokens(1, 40), 80 * PER_TOKEN
+    cache = wrapped(llama, stem, stem, torch.cat([stem, tokens(1, 3, seed=1)], dim=1), max_bytes=budget)
+    stats = cache.stats()
+    assert (stats.n_prompt_tokens, stats.n_computed_tokens, stats.n_saved_tokens) == (40 + 40 + 43, 40 + 3, 80)
+    assert (stats.n_prefix_tokens, stats.token_hit_rate) == (40, stats.to_dict()["token_hit_rate"]) == (40, 80 / 123)
+    assert "65.0% of 123 tokens saved" in stats._repr_html_()
+    assert stats.prefix_max_nbytes == budget and f"blocks='{stats.n_blocks}, " in repr(cache)
+
+
 def test_all_of_the_budget_goes_to_blocks_and_they_make_way_for_entries(llama: Any) -> None:
     budget = 4 * 8 * PER_TOKEN
     cache = wrapped(llama, max_bytes=budget)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fixtures import Patch
 from tests.redis_server import wait_until
-from tests.serving.served import CONTEXT, LABELS, figure, listening, make_server
+from tests.serving.served import CONTEXT, LABELS, byte_tokenizer, decoder, figure, listening, make_server
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +49,28 @@ def test_openai_chats(models: Path) -> None:
         next(long)
         long.close()
         wait_until(lambda: figure(server, "num_requests_running") == 0)
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 3}, {"num_concurrent": 2}], ids=["batches", "concurrent"])
+def test_lm_eval(models: Path, settings: dict[str, int]) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    contexts = ["the card was lost, and the cash is there", "where is my card? it costs 5 €"]
+    pairs = [(one, end) for one in contexts for end in (" more", " and a naïve more", "\n the card")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    folder, server = str(models / "decoder"), make_server(models / "decoder", {"prefix": {"block": 8}})
+    known = {"tokenizer": folder, "tokenizer_backend": "huggingface"}
+    with listening(server) as (_, url):
+        client = LocalCompletionsAPI(f"{url}/v1/completions", model="decoder", **known, **settings)
+        for _ in range(2):  # the second time from the cache
+            found = client.loglikelihood(asked)
+    plain = HFLM(decoder(), tokenizer=byte_tokenizer()).loglikelihood(asked)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in plain], abs=1e-4)
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in plain]
+    assert figure(server, "prefix_cache_hits_total") > figure(server, "prefix_cache_queries_total") / 2
 
 
 def test_hugging_face(models: Path, monkeypatch: Patch) -> None:

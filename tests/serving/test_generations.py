@@ -232,6 +232,41 @@ def test_log_probabilities(client: TestClient, plain: Any) -> None:
     assert [one for chunk in chunks for one in chunk["content"]] == content
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+@pytest.mark.parametrize("is_text", [True, False], ids=["text", "ids"])
+def test_an_echo_begins_with_the_prompt_and_its_log_probabilities(
+    client: TestClient, plain: Any, max_tokens: int, is_text: bool
+) -> None:
+    ids, made = ids_of(PROMPT), own(plain, ids_of(PROMPT), max_new_tokens=max_tokens or 1, stop_ids=())
+    with torch.no_grad():
+        logprobs = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+    answers = [*ids, *made.tokens[:max_tokens]]
+    asked: dict[str, Any] = {"prompt": PROMPT if is_text else ids, "max_tokens": max_tokens, "ignore_eos": True}
+    for n_hit in (0, len(ids)):  # the second time from the cache
+        body = ask(client, **asked, echo=True, logprobs=1)
+        choice, usage = body["choices"][0], body["usage"]
+        assert choice["text"] == PROMPT + text_of(made.tokens[:max_tokens]) and choice["finish_reason"] == "length"
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), max_tokens)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == n_hit
+        found = choice["logprobs"]
+        assert found["tokens"] == [byte_tokenizer().decode([one]) for one in answers]
+        assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        expected = [float(row[token]) for row, token in zip(logprobs, ids[1:], strict=False)]
+        assert found["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+        best = logprobs[: len(ids) - 1].max(-1).values.tolist()
+        assert [max(top.values()) for top in found["top_logprobs"][1 : len(ids)]] == pytest.approx(best, abs=1e-4)
+    chunks = streamed(client, "/v1/completions", **asked, echo=True, logprobs=1)
+    assert "".join(map(said, chunks)) == choice["text"]
+    assert ask(client, **asked, echo=True)["choices"][0] == choice | {"logprobs": None}
+
+
+def test_several_prompts_are_echoed_in_order(client: TestClient) -> None:
+    prompts = [ids_of(PROMPT), ids_of("the cash is there"), ids_of(PROMPT)]
+    choices = ask(client, prompt=prompts, echo=True, max_tokens=0, n=2)["choices"]
+    assert [one["text"] for one in choices] == [PROMPT] * 2 + ["the cash is there"] * 2 + [PROMPT] * 2
+
+
 def test_calls_of_tools_are_written_by_the_chat_template(models: Path) -> None:
     call = {"id": "a", "function": {"name": "find", "arguments": '{"what": "my card"}'}}
     asked = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]

@@ -232,6 +232,19 @@ def test_the_page_shows_figures_of_the_cache(serve: Serve) -> None:
     assert "Health good ready, cache disabled" in text  # as the operator chose
 
 
+def test_the_page_and_the_figures_of_a_decoder_tell_of_tokens_and_blocks(serve: Serve) -> None:
+    client = serve("decoder", cache={"prefix": {"block": 8}})
+    n_warm = client.server.cache.stats().n_requests
+    assert "Prompt tokens saved" not in shown(client) and n_warm == 0
+    for _ in range(2):
+        done(client.post("/v1/completions", json={"prompt": [1, 2, 3] * 4, "max_tokens": 3, "ignore_eos": True}))
+    text, figures = shown(client), client.get("/metrics").text
+    assert "Prompt tokens saved 50.0 % of 24; 12 computed" in text and "1 blocks of prefixes" in text
+    assert "Rows that bypassed the cache" not in text
+    for name, n in {"prefix_cache_queries": 24, "prefix_cache_hits": 12, "decode_steps": 4}.items():
+        assert f'llmcache_{name}_total{{model_name="decoder"}} {n}.0\n' in figures
+
+
 CERTIFIED = AuditStats("certified", 900, 40, 37, rate=0.0, upper=0.136, bound=0.0091, allowed=0.01)
 DRIFTED = AuditStats("drifted", 900, 40, 40, n_changed=1, rate=0.002, lower=0.0004, upper=0.004, allowed=0.005)
 

@@ -79,7 +79,7 @@ WRONG: dict[str, list[Any]] = {
     "logprobs": [21],
     "stop": [""],
     "stop_token_ids": [[10**9]],
-    "echo": [True],
+    "echo": [1],
     "suffix": ["b"],
     "best_of": [3],
     "response_format": [{"type": "json_object"}],
