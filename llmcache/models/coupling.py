@@ -30,7 +30,7 @@ _CLASSES = {
 }
 _SO = "only whole calls are cached (calibrated reuse needs calls of one row, or the model in float precision)"
 _N_TOKENS = 8  # of a trial row
-#: By dtype: see `_rounding`. TF32 has float16's.
+#: By dtype: see `rounding_of`. TF32 has float16's.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 _MAX_STATES = 16  # digests whose result is kept
 
@@ -90,9 +90,9 @@ def _are_independent(trunk: Trunk) -> bool:
     trial = make_trial(trunk.module, runs_functions=True)
     keeps_no_kv = {"use_cache": False} if "use_cache" in Arguments(trial.forward).names else {}
     run = partial(_run, trial, keeps_no_kv)
-    first, second, *others = _rows(trunk)
+    first, second, *others = trial_rows(trunk, 4, _N_TOKENS)
     together = run(first, second)
-    rounding = _rounding(trial, together)
+    rounding = rounding_of(trial, together)
     return (
         _is_alike(together[1], run(others[0], second)[1], rounding)
         and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10 * rounding)
@@ -100,12 +100,12 @@ def _are_independent(trunk: Trunk) -> bool:
     )
 
 
-def _rows(trunk: Trunk) -> Tensor:
-    """Return four rows of content tokens (4, T), the same each time."""
+def trial_rows(trunk: Trunk, n_rows: int, n_tokens: int) -> Tensor:
+    """Return rows of content tokens (B, T), the same each time."""
     special, size = special_ids(trunk), vocabulary_size(trunk)
     content = torch.tensor(sorted(set(range(min(size, 4096))) - set(special)) or [0], device="cpu")
     generator = torch.Generator("cpu").manual_seed(0)
-    places = torch.randint(len(content), (4, _N_TOKENS), generator=generator, device="cpu")
+    places = torch.randint(len(content), (n_rows, n_tokens), generator=generator, device="cpu")
     return content[places].to(device_of(trunk.module))
 
 
@@ -119,7 +119,7 @@ def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded
     return states
 
 
-def _rounding(trial: nn.Module, states: Tensor) -> float:
+def rounding_of(trial: nn.Module, states: Tensor) -> float:
     """Return how far a state of a row beside others may be off, as a share of the largest state."""
     may_be_tf32 = torch.get_float32_matmul_precision() != "highest"
     may_be_tf32 |= any(isinstance(part, nn.modules.conv._ConvNd) for part in trial.modules())  # cuDNN's default
