@@ -62,8 +62,8 @@ class Prefix:
     ) -> None:
         """Serve from `blocks` and from the store `stored`, and run what is left in `chunks`, if any, by `eager`."""
         config, trunk = wrapped.config, wrapped.trunk
-        # For a trunk matched by shape alone, padding behaviour and other outputs are unknown.
-        self._cuts = config.prefix is not None and trunk.adapter.is_causal and not trunk.adapter.is_guess
+        self._causal = wrapped.causal
+        self._cuts = config.prefix is not None and self._causal.cuts
         self._stored, self._is_exact, self._counters = stored, config.serves_exact, wrapped.counters
         self._trunk, self.blocks, self._arguments, self._eager = trunk, blocks, arguments, eager
         self.depth = trunk.depth
@@ -91,14 +91,15 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        has_chains = not (call.is_activated or call.is_coupled or call.state.sees_later)
+        is_as_wrapped = call.causal == self._causal
+        has_chains = is_as_wrapped and not (call.is_activated or call.is_coupled or call.state.sees_later)
         return Prefill(self, kv_cache, has_chains)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
         refusals = call.state.kv_refusals
         if False not in refusals:
-            if self._trunk.makes_dynamic_cache:
+            if call.causal.makes_dynamic_cache:
                 refusals[False] = find_reason_of_cache(DynamicCache(config=self._trunk.config))
             elif self.kinds.knows(call.kind) and (known := self.kinds[call.kind]) and known[2]:
                 refusals[False] = ""

@@ -70,7 +70,7 @@ class Adapter:
         is_causal: Whether a token attends to earlier tokens only.
         special_ids: Conventional ids of special tokens, used if neither tokenizer nor config names them.
         is_guess: Whether the row was guessed from the structure of an unknown trunk. Then nothing is assumed about
-            padding (rows are the same request only with the same padding) or about modules after the last layer.
+            padding, unless a trial shows that it is heeded, or about modules after the last layer.
         skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed like the layer's
             own. None: unknown; layers are skipped only after one has returned nothing but hidden states.
         attention: Dotted path from a layer to its self-attention, which outputs a tensor (B, T, D) or a tuple that
@@ -191,12 +191,6 @@ class Trunk:
     def makes_kv(self) -> bool:
         """Whether its layers produce keys and values for later tokens."""
         return self.adapter.is_causal or bool(setting(self.config, "is_decoder"))
-
-    @property
-    def makes_dynamic_cache(self) -> bool:
-        """Whether it is known to make a `DynamicCache` of its config if it is to make K/V and is passed no cache."""
-        crosses = setting(self.config, "is_encoder_decoder") or setting(self.config, "add_cross_attention")
-        return self.adapter in _ROWS and not crosses
 
     @property
     def config(self) -> Any:

@@ -20,12 +20,13 @@ from transformers import DynamicCache
 from llmcache.models.adapters import CACHE, Trunk, device_of
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
-from llmcache.models.coupling import rounding_of, trial_rows
 from llmcache.models.model_config import setting
 from llmcache.models.packing import parts_of
 from llmcache.models.rope import LAYOUTS, rotate, steady_length
 from llmcache.models.segments import run_segments, windows
+from llmcache.models.trials import Tried, rounding_of, trial_rows
 from llmcache.models.twin import make_trial, untouched
+from llmcache.models.weights import Weights
 
 #: Keys and values (B, H, P, D_h) by layer.
 _Kv = Sequence[tuple[Tensor, Tensor]]
@@ -66,6 +67,26 @@ class Causal:
     makes_dynamic_cache: bool = False
     windows: tuple[int | None, ...] = ()
     reason: str = "it was not tried"
+
+
+UNTRIED = Causal()
+
+
+class Causality:
+    """Finds what a trunk allows with an attention implementation; again after edits beyond weight values. Thread-safe."""
+
+    def __init__(self, trunk: Trunk, weights: Weights) -> None:
+        self._trunk, self._weights = trunk, weights
+        self._tried: dict[str, Tried[Causal]] = {}  # by `Trunk.attention`
+
+    def of(self, digest: str) -> Causal:
+        """Return what the trunk allows with its present settings and weights, whose digest this is."""
+        if not (self._trunk.makes_kv or self._trunk.adapter.is_guess):
+            return UNTRIED
+        attention = self._trunk.attention
+        if attention not in self._tried:
+            self._tried[attention] = Tried(self._weights, partial(look_at, self._trunk))
+        return self._tried[attention].of(digest)
 
 
 def look_at(trunk: Trunk) -> Causal:
