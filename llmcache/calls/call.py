@@ -339,7 +339,13 @@ class CachedForward(Swap, ContextFlags):
         self._is_pooled = wrapped.head.pooled is not None and not wrapped.keeps_tokens
         self._reader = RequestReader(trunk, wrapped.head, wrapped.payload, wrapped.tokenizer)
         self.signatures = CallSignatures(
-            trunk, self.arguments, wrapped.coupling, self._reader, wrapped.head, wrapped.keeps_tokens
+            trunk,
+            self.arguments,
+            wrapped.coupling,
+            wrapped.causality,
+            self._reader,
+            wrapped.head,
+            wrapped.keeps_tokens,
         )
         self.eager = Eager(self, engine)
         self.engine: Engine = self.eager
@@ -479,7 +485,8 @@ class CachedForward(Swap, ContextFlags):
             if known is not None:
                 requests = known.requests
                 break
-            requests = self._reader.read(arguments, mask_4d, scope, state.tables, look.activated, is_coupled)
+            read = arguments, mask_4d, scope, state.tables, look.activated, signature.causal, is_coupled
+            requests = self._reader.read(*read)
             covering = engine if engine is self.eager else engine.covering(requests)
             if covering is engine:
                 break
@@ -490,6 +497,7 @@ class CachedForward(Swap, ContextFlags):
             arguments,
             mask_4d,
             state,
+            signature.causal,
             look.snapshot,
             scope,
             kind,

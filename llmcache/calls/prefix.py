@@ -42,11 +42,11 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.blocks.slabs import slab_blocks
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
-from llmcache.models.causal import rotate
 from llmcache.models.hooks import Distinct, are_hooked
 from llmcache.models.masks import cut
 from llmcache.models.output_formats import OutputFormats, name_of, type_of
 from llmcache.models.packing import STATES, padding_of, parts_of
+from llmcache.models.rope import rotate
 from llmcache.request.bypass import find_reason_of_cache
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
@@ -126,13 +126,14 @@ class Prefix:
         return prefill if prefill.tree is not None else None
 
     def _has_chains(self, call: Call) -> bool:
-        return not (call.is_activated or call.is_coupled or call.state.sees_later)
+        is_as_wrapped = call.causal == self._causal
+        return is_as_wrapped and not (call.is_activated or call.is_coupled or call.state.sees_later)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
         refusals = call.state.kv_refusals
         if False not in refusals:
-            if self._trunk.makes_dynamic_cache:
+            if call.causal.makes_dynamic_cache:
                 refusals[False] = find_reason_of_cache(DynamicCache(config=self._trunk.config))
             elif self.kinds.knows(call.kind) and (known := self.kinds[call.kind]) and known[2]:
                 refusals[False] = ""
@@ -404,7 +405,7 @@ class Prefix:
             for layer in range(self.depth):
                 keys, values = (pool.layer(name, layer, index) for name in NAMES[:2])
                 if turned is not None:
-                    keys = rotate(keys, turned, self._trunk, self._causal.rotates)
+                    keys = rotate(keys, turned, self._trunk.module, self._causal.rotates)
                 put(prefill.kv_cache, layer, keys, values)
         distinct = pool.states(device)
         states = distinct[index]
@@ -583,7 +584,7 @@ class Prefix:
             return slab
         with torch.inference_mode(False), torch.no_grad():
             offsets = torch.full((1, slab.n_tokens), offset, device=slab.keys.device)
-            keys = rotate(slab.keys, offsets, self._trunk, self._causal.rotates)
+            keys = rotate(slab.keys, offsets, self._trunk.module, self._causal.rotates)
         return Slab(keys, slab.values, slab.states)
 
     def _copy(self, prefill: "Prefill", row: Row, states: Tensor, places: Positions) -> Slab:

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from llmcache.calls.kv_fill import fill, last_states
 from llmcache.memory.blocks.block import common_prefix
 from llmcache.models.adapters import Trunk
-from llmcache.models.causal import run_segments
+from llmcache.models.segments import run_segments
 from llmcache.support.arrays import Ids
 
 #: Most tokens of a step that runs several segments. Attention is computed between all of them: the time of 1,628 tokens

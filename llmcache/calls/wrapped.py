@@ -10,7 +10,7 @@ from torch import nn
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
-from llmcache.models.causal import Causal, look_at
+from llmcache.models.causal import UNTRIED, Causal, Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import is_wrapped
@@ -29,7 +29,8 @@ class Wrapped:
         read: Reads the logits from the model's output.
         weights: The trunk's, watched.
         coupling: Whether rows of a call affect each other.
-        causal: What a causal trunk allows.
+        causality: What a decoder allows, and how padding is treated.
+        causal: The same, when it was wrapped.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Wrapped:
     read: Reading
     weights: Weights
     coupling: Coupling
+    causality: Causality
     causal: Causal
     counters: Counters
 
@@ -65,14 +67,15 @@ class Wrapped:
         if is_wrapped(trunk):
             raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
         weights, counters = Weights(trunk.module), Counters(model=trunk.module)
-        coupling = Coupling(trunk, weights)
+        coupling, causality, causal = Coupling(trunk, weights), Causality(trunk, weights), UNTRIED
         with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call
             digest = weights.digest()  # hashed now, not in the first request
             if head.observed is not None:
                 head.observed.add_digest(digest)
             if weights.unreadable is None:
                 coupling.reason(digest)
-        return cls(model, trunk, head, payload, config, tokenizer, read, weights, coupling, look_at(trunk), counters)
+                causal = causality.of(digest)
+        return cls(model, trunk, head, payload, config, tokenizer, read, weights, coupling, causality, causal, counters)
 
     @property
     def device(self) -> torch.device:

@@ -26,8 +26,10 @@ from llmcache.models.model_config import setting
 HIDDEN = "hidden_states"
 CACHE = "past_key_values"
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
-# State other than `past_key_values` that a layer keeps between calls; it would be lost if the layer were skipped.
-_STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
+#: What a layer calls the K/V cache.
+_CACHES = (CACHE, "layer_past")
+# Other state that a layer keeps between calls; it would be lost if the layer were skipped.
+_STATES = frozenset({"past_key_value", "cache_params", "cache", "state", "states", "mems"})
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states")
 _UNNAMED = object()
 _describe = lru_cache(16)(describe)
@@ -68,7 +70,7 @@ class Adapter:
         is_causal: Whether a token attends to earlier tokens only.
         special_ids: Conventional ids of special tokens, used if neither tokenizer nor config names them.
         is_guess: Whether the row was guessed from the structure of an unknown trunk. Then nothing is assumed about
-            padding (rows are the same request only with the same padding) or about modules after the last layer.
+            padding, unless a trial shows that it is heeded, or about modules after the last layer.
         skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed like the layer's
             own. None: unknown; layers are skipped only after one has returned nothing but hidden states.
         attention: Dotted path from a layer to its self-attention, which outputs a tensor (B, T, D) or a tuple that
@@ -191,12 +193,6 @@ class Trunk:
         return self.adapter.is_causal or bool(setting(self.config, "is_decoder"))
 
     @property
-    def makes_dynamic_cache(self) -> bool:
-        """Whether it is known to make a `DynamicCache` of its config if it is to make K/V and is passed no cache."""
-        crosses = setting(self.config, "is_encoder_decoder") or setting(self.config, "add_cross_attention")
-        return self.adapter in _ROWS and not crosses
-
-    @property
     def config(self) -> Any:
         return self.module.config
 
@@ -237,7 +233,7 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
     raise UnsupportedModelError(
         f"{type(model).__name__}: no trunk found. Looked for the classes {', '.join(sorted(by_class))}, then for a "
         f"module whose forward takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of equal layers whose "
-        f"forward begins with one of {', '.join(_HIDDEN_NAMES)} and keeps no other state than {CACHE}. Describe the "
+        f"forward begins with one of {', '.join(_HIDDEN_NAMES)} and keeps no other state than K/V. Describe the "
         "model with llmcache.register_adapter(Adapter(...)), or give wrap() a digest, and it is called as a whole."
     )
 
@@ -328,10 +324,16 @@ def _recognise(module: nn.Module) -> Adapter | None:
             continue
         names = Arguments(layers[0].forward).names
         is_like_a_layer = names[:1] and names[0] in _HIDDEN_NAMES and not _STATES & set(names)
-        if is_like_a_layer and (CACHE in names or CACHE not in taken):
+        keeps_kv = cache_name(names) in names
+        if is_like_a_layer and (keeps_kv or CACHE not in taken):
             name = type(module).__name__
-            return Adapter(name, (name,), path, is_causal=CACHE in names, is_guess=True, skipped=None)
+            return Adapter(name, (name,), path, is_causal=keeps_kv, is_guess=True, skipped=None)
     return None
+
+
+def cache_name(names: Sequence[str]) -> str:
+    """Return what a layer with arguments of these names calls the K/V cache."""
+    return next((name for name in _CACHES if name in names), CACHE)
 
 
 def find_reason_of_layers(trunk: Trunk) -> str | None:

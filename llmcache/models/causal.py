@@ -1,50 +1,252 @@
-"""Runs segments of several texts in one row of a causal trunk, and turns keys to other positions.
+"""What a trunk does with a row's later tokens, its padding, and K/V of earlier calls, found by trial.
 
-Sizes: N tokens that are run, P columns of the K/V cache, n tokens, D_h width of a head.
+The trial runs a copy of the trunk on tokens that are made up. Windows are made small in the copy, so that a short row
+leaves them. What a trial cannot show is not allowed.
+
+Sizes: B rows, T tokens per row, N tokens that are run, P columns of the K/V cache, H K/V heads, D hidden width, D_h
+width of a head.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
 
-from llmcache.models.adapters import Trunk
+from llmcache.models.adapters import CACHE, Trunk, device_of
+from llmcache.models.arguments import Arguments
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.model_config import setting
+from llmcache.models.packing import parts_of
+from llmcache.models.rope import LAYOUTS, rotate, steady_length
+from llmcache.models.segments import run_segments, windows
+from llmcache.models.trials import Tried, rounding_of, trial_rows
+from llmcache.models.twin import make_trial, untouched
+from llmcache.models.weights import Weights
+
+#: Keys and values (B, H, P, D_h) by layer.
+_Kv = Sequence[tuple[Tensor, Tensor]]
+
+_N_TOKENS = 40  # of a row
+_N_COMMON, _N_MORE = 13, 29  # tokens whose K/V is known in a trial; both rows begin with the first 13
+_N_PADDED = 5
+_SHIFT = 7  # positions
+_FAR = 512  # most columns between a packed segment and its beginning
+#: Settings of windows that are larger than this in a trial.
+_WINDOWS = {"sliding_window": 8, "attention_chunk_size": 16, "window_size": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Causal:
-    """What a causal trunk allows."""
+    """What a trial of a trunk has shown. By default nothing.
 
+    Attributes:
+        is_causal: A later token does not change the states of earlier ones, and the trunk fills a `DynamicCache`: one
+            column of K/V per token, in every layer.
+        cuts: After a beginning whose K/V is known, the rest of a row has the states that it has in the whole row.
+        packs: `run_segments` gives each segment the states that it has alone.
+        knows_padding: Tokens that the mask leaves out affect the others only by their number.
+        counts_padding: They do affect the others, unless positions are passed.
+        rotates: How `rotate` makes the keys of tokens at other positions, one of `LAYOUTS`; "" if it does not.
+        makes_dynamic_cache: It makes a `DynamicCache` of its config if it is passed no cache and `use_cache=True`, and
+            none with `use_cache=False`.
+        windows: By layer, to how many tokens a token attends, itself included; None: to all.
+        reason: Why it does not cut, in words; "" if it does.
+    """
+
+    is_causal: bool = False
     cuts: bool = False
     packs: bool = False
+    knows_padding: bool = False
+    counts_padding: bool = True
     rotates: str = ""
+    makes_dynamic_cache: bool = False
+    windows: tuple[int | None, ...] = ()
+    reason: str = "it was not tried"
+
+
+UNTRIED = Causal()
+
+
+class Causality:
+    """Finds what a trunk allows, by attention implementation; again after edits beyond weight values. Thread-safe."""
+
+    def __init__(self, trunk: Trunk, weights: Weights) -> None:
+        self._trunk, self._weights = trunk, weights
+        self._tried: dict[str, Tried[Causal]] = {}  # by `Trunk.attention`
+
+    def of(self, digest: str) -> Causal:
+        """Return what the trunk allows with its present settings and weights, whose digest this is."""
+        if not (self._trunk.makes_kv or self._trunk.adapter.is_guess):
+            return UNTRIED
+        attention = self._trunk.attention
+        if attention not in self._tried:
+            self._tried[attention] = Tried(self._weights, partial(look_at, self._trunk))
+        return self._tried[attention].of(digest)
 
 
 def look_at(trunk: Trunk) -> Causal:
-    cuts = trunk.adapter.is_causal and not trunk.adapter.is_guess
-    packs = cuts and trunk.adapter.family in ("llama", "gpt2")
-    return Causal(cuts, packs, "half" if cuts and trunk.adapter.family == "llama" else "")
+    """Return what a trial shows of a trunk with its present settings; at most nine forwards of up to 90 tokens."""
+    if isinstance(trunk.module, CallableTrunk):
+        return Causal(reason="it is called as a whole")
+    try:
+        with untouched(device_of(trunk.module)):
+            of_layers = tuple(window for _, window in windows(trunk.config, trunk.depth))
+            return replace(_Trial(trunk).find(), windows=of_layers)
+    except Exception as error:  # whatever an odd model raises
+        return Causal(reason=f"it could not be tried ({type(error).__name__}: {error})")
 
 
-def run_segments(
-    run: Callable[..., Any], ids: Tensor, positions: Tensor, kv_cache: Any, sees: Tensor, trunk: Trunk
-) -> Any:
-    mask = sees[None, None]
-    if setting(trunk.config, "_attn_implementation") == "eager":
-        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    return run(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=kv_cache)
+class _Trial:
+    """A copy of a trunk, and the states and K/V of two rows that it was run on."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self._module: Any = make_trial(trunk.module, runs_functions=True)
+        self._trunk = replace(trunk, module=self._module)
+        self._names = Arguments(self._module.forward).names
+        if self._module.config is not trunk.config:
+            for part in (self._module.config, *self._module.modules()):
+                _shrink_windows(part)
+        self._ids = trial_rows(trunk, 2, _N_TOKENS)
+        self._ids[1, :_N_COMMON] = self._ids[0, :_N_COMMON]
+        self._keeps_kv = CACHE in self._names
+        try:
+            self._states, self._kv = self._run(self._ids)
+        except Exception:  # its cache is of another kind
+            self._keeps_kv = False
+            self._states, self._kv = self._run(self._ids)
+        self._tolerance = 10 * rounding_of(self._module, self._states)
+
+    def find(self) -> Causal:
+        """Return what the trial shows."""
+        knows_padding, counts_padding = self._look_at_padding()
+        found = Causal(knows_padding=knows_padding, counts_padding=counts_padding)
+        if not self._is_close(self._states[1, :_N_COMMON], self._states[0, :_N_COMMON]):
+            return replace(found, reason="its tokens attend to later ones")
+        shapes = {tensor.shape[::2] for layer in self._kv for tensor in layer if tensor is not None}
+        if len(self._kv) != self._trunk.depth or shapes != {self._ids.shape}:
+            return replace(found, reason="it keeps something else than one column of K/V per token and layer")
+        found = replace(found, is_causal=True, makes_dynamic_cache=_shows(self._makes_dynamic_cache))
+        if not _shows(self._cuts):
+            return replace(found, reason="the rest of a row comes out differently after a known beginning")
+        return replace(found, cuts=True, packs=_shows(self._packs), rotates=self._find_rotation(), reason="")
+
+    def _run(self, ids: Tensor, kv: _Kv = (), **arguments: Any) -> tuple[Tensor, _Kv]:
+        """Run the copy on tokens (B, N) after known K/V; return their states (B, N, D), and the K/V of all."""
+        kv_cache: Any = _cache_of(kv)
+        of_kv = {CACHE: kv_cache, "use_cache": True} if self._keeps_kv else {"use_cache": False}
+        taken = {name: value for name, value in (of_kv | arguments).items() if name in self._names}
+        output = self._module(input_ids=ids, **taken)
+        states = output if isinstance(output, Tensor) else output[0]
+        return states, [(layer.keys, layer.values) for layer in kv_cache.layers]
+
+    def _is_close(self, one: Tensor, other: Tensor) -> bool:
+        """Whether vectors (..., D) differ, in the mean, by at most the tolerance as a share of their length."""
+        one, other = one.float(), other.float()
+        share = (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return bool(share.mean() <= self._tolerance)
+
+    def _cuts(self) -> bool:
+        for n_known in (_N_COMMON, _N_MORE):
+            known = [(keys[:1, :, :n_known], values[:1, :, :n_known]) for keys, values in self._kv]
+            states, kv = self._run(self._ids[:1, n_known:], known)
+            has_grown = all(len(keys[0, 0]) == len(values[0, 0]) == _N_TOKENS for keys, values in kv)
+            if not (has_grown and self._is_close(states, self._states[:1, n_known:])):
+                return False
+        return True
+
+    def _packs(self) -> bool:
+        """Try three segments in a row: two that follow the common beginning, and one that follows the first."""
+        longest = setting(self._trunk.config, "max_position_embeddings") or _FAR
+        n_far = max(0, min(_FAR, longest - 2 * _N_TOKENS))  # columns that no token sees
+        room = (0, 0, 0, n_far)
+        known = [
+            (pad(keys[:1, :, :_N_COMMON], room), pad(values[:1, :, :_N_COMMON], room)) for keys, values in self._kv
+        ]
+        n, n_past = 7, _N_COMMON + n_far
+        places = [(0, _N_COMMON), (1, _N_COMMON), (0, _N_COMMON + n)]  # row and first column of each segment
+        sees = torch.zeros(3 * n, n_past + 3 * n, dtype=torch.bool)
+        sees[:, :_N_COMMON] = True
+        sees[:, n_past:] = torch.ones(n, n, dtype=torch.bool).tril().repeat(3, 3)
+        sees[:, n_past:] &= torch.eye(3, dtype=torch.bool).repeat_interleave(n, 0).repeat_interleave(n, 1)
+        sees[2 * n :, n_past : n_past + n] = True
+
+        def joined(rows: Tensor) -> Tensor:
+            return torch.cat([rows[row, first : first + n] for row, first in places])[None]
+
+        positions = torch.arange(_N_TOKENS).expand(2, -1)
+        to = self._ids.device
+        output = run_segments(
+            self._module, joined(self._ids), joined(positions).to(to), _cache_of(known), sees.to(to), self._trunk
+        )
+        return self._is_close(output[0], joined(self._states))
+
+    def _look_at_padding(self) -> tuple[bool, bool]:
+        """Return `knows_padding` and `counts_padding`, from a row padded before its tokens and one padded after."""
+        n, (first, second) = _N_PADDED, self._ids
+        ids = torch.stack([torch.cat([second[-n:], first]), torch.cat([second, first[-n:]])])
+        mask = torch.ones_like(ids)
+        mask[0, :n] = mask[1, -n:] = 0
+
+        def are_close(**arguments: Any) -> tuple[bool, bool]:
+            states, _ = self._run(ids, attention_mask=mask, **arguments)
+            return self._is_close(states[0, n:], self._states[0]), self._is_close(states[1, :-n], self._states[1])
+
+        is_same, knows_padding = are_close()
+        if knows_padding and not is_same:  # do the positions alone differ?
+            takes_positions = "position_ids" in self._names
+            knows_padding = takes_positions and all(are_close(position_ids=(mask.cumsum(-1) - 1).clamp(min=0)))
+        return knows_padding, not is_same
+
+    def _makes_dynamic_cache(self) -> bool:
+        outputs = [self._module(input_ids=self._ids[:, :2], use_cache=use_cache) for use_cache in (True, False)]
+        kv_cache, nothing = (parts.get(CACHE, parts.get(1)) for parts in map(parts_of, outputs))
+        usual = DynamicCache(config=self._module.config)
+        is_usual = type(kv_cache) is DynamicCache and [*map(type, kv_cache.layers)] == [*map(type, usual.layers)]
+        return is_usual and nothing is None
+
+    def _find_rotation(self) -> str:
+        """Return the layout by which `rotate` makes the keys of all layers at later positions; values do not change."""
+        scales = "llama_4_scaling_beta" in (setting(self._trunk.config, "rope_parameters") or ())  # by position
+        if "position_ids" not in self._names or scales or steady_length(self._module) is not None:
+            return ""
+        n, device = _N_COMMON, self._ids.device
+        positions, offsets = torch.arange(_SHIFT, _SHIFT + n, device=device)[None], self._ids.new_full((1, n), _SHIFT)
+        _, shifted = self._run(self._ids[:1, :n], position_ids=positions)
+        here = [(keys[:1, :, :n], values[:1, :, :n]) for keys, values in self._kv]
+
+        def fits(layout: str) -> bool:
+            return all(
+                self._is_close(values_there, values)
+                and self._is_close(keys_there, rotate(keys, offsets, self._module, layout))
+                for (keys_there, values_there), (keys, values) in zip(shifted, here, strict=True)
+            )
+
+        return next((layout for layout in LAYOUTS if _shows(partial(fits, layout))), "")
 
 
-def rotate(keys: Tensor, offsets: Tensor, trunk: Trunk, layout: str) -> Tensor:
-    """Return keys (B, H, n, D_h) turned by offsets (B, n) in positions."""
-    module: Any = trunk.module.rotary_emb
-    cos, sin = module(keys.float(), offsets)
-    cos, sin = (one[:, None] / module.attention_scaling for one in (cos, sin))
-    width = cos.shape[-1]
-    own, rest = keys[..., :width], keys[..., width:]
-    half = width // 2
-    turned = torch.cat([-own[..., half:], own[..., :half]], dim=-1)
-    return torch.cat([(own * cos + turned * sin).to(keys.dtype), rest], dim=-1)
+def _shows(trial: Callable[[], bool]) -> bool:
+    """Return what a trial shows; False if the trunk refuses it."""
+    try:
+        return trial()
+    except Exception:  # whatever an odd model raises
+        return False
+
+
+def _shrink_windows(part: Any) -> None:
+    for name, size in _WINDOWS.items():
+        value = vars(part).get(name)
+        if type(value) is int and value > size:
+            setattr(part, name, size)
+
+
+def _cache_of(kv: _Kv) -> DynamicCache:
+    """Return a K/V cache with K/V by layer."""
+    kv_cache = DynamicCache()
+    for number, (keys, values) in enumerate(kv):
+        kv_cache.update(keys, values, number)
+    return kv_cache

@@ -5,8 +5,6 @@ last bits, in which kernels differ by a call's shape. Such layers are known by c
 """
 
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.models.adapters import Trunk, device_of, special_ids, vocabulary_size
+from llmcache.models.adapters import Trunk, device_of
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
+from llmcache.models.trials import Tried, rounding_of, trial_rows
 from llmcache.models.twin import make_trial, untouched
-from llmcache.models.weights import Snapshot, Weights
-from llmcache.support.threads import forkable
+from llmcache.models.weights import Weights
 
 logger = logging.getLogger("llmcache")
 
@@ -30,39 +28,22 @@ _CLASSES = {
 }
 _SO = "only whole calls are cached (calibrated reuse needs calls of one row, or the model in float precision)"
 _N_TOKENS = 8  # of a trial row
-#: By dtype: see `_rounding`. TF32 has float16's.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-_MAX_STATES = 16  # digests whose result is kept
 
 
 class Coupling:
     """Finds whether rows affect each other in a trunk; again after edits beyond weight values. Thread-safe."""
 
     def __init__(self, trunk: Trunk, weights: Weights) -> None:
-        self._trunk, self._weights = trunk, weights
-        self._known: OrderedDict[str, str] = OrderedDict()  # by digest
-        self._latest: tuple[str, Snapshot | None, str] = ("", None, "")
-        self._lock = forkable(threading.Lock(), is_waited_for=False)
+        self._tried = Tried(weights, partial(find_coupling, trunk))
+        self._told = {""}
 
     def reason(self, digest: str) -> str:
         """Return why rows of a call affect each other with the present weights, whose digest this is; "" if not."""
-        known, _, reason = self._latest
-        return reason if digest == known else self._find(digest)
-
-    def _find(self, digest: str) -> str:
-        with self._lock:
-            _, before, reason = self._latest
-            if digest in self._known:
-                reason = self._known[digest]
-            elif before is None or not self._weights.differs_in_values(before):
-                reason = find_coupling(self._trunk)
-            if reason and reason not in self._known.values():
-                logger.warning("rows of a call affect each other, so %s: %s", _SO, reason)
-            self._known[digest] = reason
-            if len(self._known) > _MAX_STATES:
-                self._known.popitem(last=False)
-            self._latest = digest, self._weights.snapshot_of(digest), reason
-            return reason
+        reason = self._tried.of(digest)
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning("rows of a call affect each other, so %s: %s", _SO, reason)
+        return reason
 
 
 def find_coupling(trunk: Trunk) -> str:
@@ -90,23 +71,14 @@ def _are_independent(trunk: Trunk) -> bool:
     trial = make_trial(trunk.module, runs_functions=True)
     keeps_no_kv = {"use_cache": False} if "use_cache" in Arguments(trial.forward).names else {}
     run = partial(_run, trial, keeps_no_kv)
-    first, second, *others = _rows(trunk)
+    first, second, *others = trial_rows(trunk, 4, _N_TOKENS)
     together = run(first, second)
-    rounding = _rounding(trial, together)
+    rounding = rounding_of(trial, together)
     return (
         _is_alike(together[1], run(others[0], second)[1], rounding)
         and _is_alike(together[0], run(first, others[1], n_padded=2)[0], 10 * rounding)
         and _is_alike(together[0], run(first)[0], 10 * rounding)
     )
-
-
-def _rows(trunk: Trunk) -> Tensor:
-    """Return four rows of content tokens (4, T), the same each time."""
-    special, size = special_ids(trunk), vocabulary_size(trunk)
-    content = torch.tensor(sorted(set(range(min(size, 4096))) - set(special)) or [0], device="cpu")
-    generator = torch.Generator("cpu").manual_seed(0)
-    places = torch.randint(len(content), (4, _N_TOKENS), generator=generator, device="cpu")
-    return content[places].to(device_of(trunk.module))
 
 
 def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded: int = 0) -> Tensor:
@@ -117,14 +89,6 @@ def _run(trial: nn.Module, arguments: Mapping[str, Any], *rows: Tensor, n_padded
     output = trial(input_ids=ids, attention_mask=mask.to(ids.device), **arguments)
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     return states
-
-
-def _rounding(trial: nn.Module, states: Tensor) -> float:
-    """Return how far a state of a row beside others may be off, as a share of the largest state."""
-    may_be_tf32 = torch.get_float32_matmul_precision() != "highest"
-    may_be_tf32 |= any(isinstance(part, nn.modules.conv._ConvNd) for part in trial.modules())  # cuDNN's default
-    is_tf32 = may_be_tf32 and states.dtype == torch.float32 and not states.is_cpu
-    return _ROUNDING[torch.float16 if is_tf32 else states.dtype]
 
 
 def _is_alike(one: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.errors import WrapError
-from llmcache.models.adapters import CACHE, Adapter, Trunk, repack, unpack
+from llmcache.models.adapters import Adapter, Trunk, cache_name, repack, unpack
 from llmcache.models.arguments import select_rows
 from llmcache.models.hooks import Installed, Listener, Swap, is_wrapped
 from llmcache.models.packing import Payload
@@ -121,7 +121,7 @@ class Runner:
             from transformers import DynamicCache
 
             scratch = DynamicCache()  # the caller's cache can only be updated with all rows
-            args, kwargs = swap.arguments.replace(args, kwargs, CACHE, scratch)
+            args, kwargs = swap.arguments.replace(args, kwargs, cache_name(swap.arguments.names), scratch)
             mask = swap.arguments.get(args, kwargs, "attention_mask")
             if mask is not None:  # with a cache of fixed length, it has columns for the full length
                 args, kwargs = swap.arguments.replace(args, kwargs, "attention_mask", mask[..., : hidden.shape[1]])

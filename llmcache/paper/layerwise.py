@@ -20,7 +20,7 @@ from llmcache.calls.save import Saved, save
 from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig
 from llmcache.errors import NotCachedError
-from llmcache.models.adapters import CACHE, first_attention, repack, unpack
+from llmcache.models.adapters import cache_name, first_attention, repack, unpack
 from llmcache.models.arguments import can_select_rows, count_rows
 from llmcache.models.hooks import Installed, Swap, listen
 from llmcache.models.sentences import Compute, SentenceSwap, deferred
@@ -257,10 +257,9 @@ class Layerwise(ContextFlags):
 
     def _begin(self, call: Call, swap: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Prepare a call at layer 0; return the reason for a bypass, or None."""
-        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        reason = self.counters.find_reason(
-            "begin a call", self._opener.begin, call, hidden, swap.arguments.get(args, kwargs, CACHE)
-        )
+        names = swap.arguments.names
+        hidden, kv_cache = (swap.arguments.get(args, kwargs, name) for name in (names[0], cache_name(names)))
+        reason = self.counters.find_reason("begin a call", self._opener.begin, call, hidden, kv_cache)
         if reason is not None and call.is_only_if_cached:
             raise NotCachedError(None)
         if reason is None and self._fingerprint.reads_attention:  # not guarded: an error here is the model's

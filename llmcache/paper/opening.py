@@ -30,7 +30,13 @@ class Opener:
         self._fingerprint, module = fingerprint, wrapped.trunk.module
         arguments = Arguments(getattr(module, "_orig_mod", module).forward)  # as `Swap.arguments`
         self._signatures = CallSignatures(
-            wrapped.trunk, arguments, wrapped.coupling, self._reader, wrapped.head, wrapped.keeps_tokens
+            wrapped.trunk,
+            arguments,
+            wrapped.coupling,
+            wrapped.causality,
+            self._reader,
+            wrapped.head,
+            wrapped.keeps_tokens,
         )
         #: Whether the model would make K/V that its head never reads and entries do not hold.
         self.keeps_no_kv = self._signatures.keeps_no_kv
@@ -55,7 +61,7 @@ class Opener:
             return "coupled_rows"
         call.scope = Scope(call.namespace, look.digest, autocast, signature.attention)
         requests = self._reader.read(
-            call.arguments, mask_4d, call.scope, state.tables, look.activated, is_coupled=False
+            call.arguments, mask_4d, call.scope, state.tables, look.activated, signature.causal, is_coupled=False
         )
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
         call.may_search = not requests.may_be_refused()  # if the input is out of range, the model must raise

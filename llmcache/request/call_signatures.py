@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
+from llmcache.models.causal import UNTRIED, Causal, Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of
@@ -48,6 +49,7 @@ class CallSignature:
     names: tuple[str, ...]  # of the arguments, positional ones first
     reason: str | None = None  # for a bypass
     attention: str = ""  # the implementation in use, see `Trunk.attention`
+    causal: Causal = UNTRIED  # what the trunk allows
     keeps_kv: bool = False  # the caller keeps the K/V
     kind: tuple[Any, ...] = ()  # the arguments and settings that decide the layout of the output
 
@@ -89,6 +91,7 @@ class CallSignatures:
         trunk: Trunk,
         arguments: Arguments,
         coupling: Coupling,
+        causality: Causality,
         reader: RequestReader,
         head: Head,
         keeps_tokens: bool,
@@ -97,10 +100,12 @@ class CallSignatures:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        self._trunk, self._arguments, self._coupling, self._reader = trunk, arguments, coupling, reader
+        self._trunk, self._arguments, self._reader = trunk, arguments, reader
+        self._coupling, self._causality = coupling, causality
         self._pooled, self._observed = head.pooled, None if keeps_tokens else head.observed
         self.keeps_no_kv = trunk.makes_kv and not keeps_tokens
-        #: Of a guessed adapter: `use_cache`, as passed and as configured, with which the trunk returned K/V; else None.
+        #: Of a guessed adapter: `use_cache`, as passed and as configured, with which the trunk returned K/V; None: of
+        #: another. Where a trial shows that it makes K/V as it is asked to, that is not needed.
         self.returning: set[tuple[Any, Any]] | None = set() if trunk.adapter.is_guess else None
         # Config values that are not part of the weights' digest.
         self._flags = (*trunk.more_outputs, "return_dict", "use_cache", "_attn_implementation")
@@ -174,7 +179,7 @@ class CallSignatures:
                     return signature, arguments, None
         names = tuple(self._arguments.bind(args, kwargs))
         arguments, mask_4d = flatten(dict(zip(names, values, strict=True)))
-        signature = self._make(names, arguments)
+        signature = self._make(names, arguments, state.digest)
         if key and signature.reason not in _OF_SHAPES:
             if len(state.signatures) >= _MOST_FORMS:
                 state.signatures.clear()
@@ -187,7 +192,7 @@ class CallSignatures:
         self.returning.add(self._use_cache(arguments))
         state.signatures.clear()
 
-    def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any]) -> CallSignature:
+    def _make(self, names: tuple[str, ...], arguments: Mapping[str, Any], digest: str) -> CallSignature:
         config = self._trunk.config
         reason = "traced" if any(map(is_strange, arguments.values())) else None
         reason = reason or find_reason_of(arguments, self._trunk, self._arguments.defaults)
@@ -197,17 +202,17 @@ class CallSignatures:
             reason = "input_shape"
         if reason is not None:
             return CallSignature(names, reason)
-        attention = self._trunk.attention
+        attention, causal = self._trunk.attention, self._causality.of(digest)
         # The trunk may reject an unusual dtype, so a call with new dtypes must run once before hits are served.
         dtypes = [(name, one.dtype) for name in DECIDING if (one := arguments.get(name)) is not None]
         kind = arguments.get("return_dict"), setting(config, "return_dict"), arguments.get("use_cache"), *dtypes
-        keeps_kv = self._trunk.makes_kv and not self.keeps_no_kv and self._is_kv_kept(arguments)
-        return CallSignature(names, None, attention, keeps_kv, kind)
+        keeps_kv = self._trunk.makes_kv and not self.keeps_no_kv and self._is_kv_kept(arguments, causal)
+        return CallSignature(names, None, attention, causal, keeps_kv, kind)
 
-    def _is_kv_kept(self, arguments: Mapping[str, Any]) -> bool:
+    def _is_kv_kept(self, arguments: Mapping[str, Any], causal: Causal) -> bool:
         """Whether the caller keeps the K/V of a call."""
         asked, configured = self._use_cache(arguments)
-        if self.returning is None or arguments.get(CACHE) is not None:
+        if self.returning is None or causal.makes_dynamic_cache or arguments.get(CACHE) is not None:
             return bool(configured if asked is None else asked) or arguments.get(CACHE) is not None
         return (asked, configured) in self.returning
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcache.models.adapters import Trunk, first_position, special_ids, vocabulary_size
+from llmcache.models.causal import Causal
 from llmcache.models.heads import Head
 from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
@@ -130,7 +131,7 @@ class RequestReader:
 
     def __init__(self, trunk: Trunk, head: Head, payload: Payload, tokenizer: Any = None) -> None:
         """Derive from a model and its payload how rows are keyed; `tokenizer` names the special tokens, if given."""
-        self._trunk, self._tokenizer = trunk, tokenizer
+        self._trunk, self._tokenizer, self._is_guess = trunk, tokenizer, trunk.adapter.is_guess
         self._head_reads = _reads(trunk, head, payload)
         self._observed = observed = head.observed
         reads_padding = head.is_own if observed is None else observed.reads_padding
@@ -152,12 +153,14 @@ class RequestReader:
         scope: Scope,
         tables: Tables,
         activated: Sequence[int | None] | None,
+        causal: Causal,
         is_coupled: bool,
     ) -> Requests:
         """Return the requests of a call, with the bypass reason of each row; raise `IndexError` for an id below 0.
 
         `arguments` are the trunk's, by name, checked by `CallSignatures.find`; they hold the 2-D mask that `mask_4d` is
-        equal to. `activated`: see `HostInputs`. If rows affect each other, each key covers the whole call.
+        equal to. `activated`: see `HostInputs`. `causal`: what the trunk allows. If rows affect each other, each key
+        covers the whole call.
         """
         ids, mask = arguments["input_ids"], arguments.get("attention_mask")
         if mask is not None and mask.is_floating_point() and mask.dtype.itemsize < 4:
@@ -177,8 +180,8 @@ class RequestReader:
                 if not np.array_equal(mask, inputs.valid):  # some models multiply by the mask
                     inputs.is_binary = (mask == inputs.valid).all(axis=1)
         is_full = inputs.is_full or inputs.valid is None
-        dtype, is_guess = id_dtype(len(tables.content)), self._trunk.adapter.is_guess
-        of_padding = is_guess, self.reads_padding, self.keeps_padding
+        dtype, knows_no_padding = id_dtype(len(tables.content)), self._is_guess and not causal.knows_padding
+        of_padding = knows_no_padding, self.reads_padding, self.keeps_padding
         rows = read_rows(scope, inputs, dtype, *of_padding, is_coupled, self._head_reads == "first")
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)

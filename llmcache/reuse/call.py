@@ -13,6 +13,7 @@ from torch import Tensor
 from llmcache.engines.engine import Engine
 from llmcache.memory.bank import Entry
 from llmcache.models.arguments import Arguments
+from llmcache.models.causal import Causal
 from llmcache.models.packing import Fields
 from llmcache.models.weights import Snapshot
 from llmcache.request.call_signatures import TrunkState
@@ -52,6 +53,7 @@ class Call:
     arguments: Mapping[str, Any]  # the same, by name
     mask_4d: Tensor | None  # the mask as passed, if 4-D; `arguments` holds the equivalent 2-D mask
     state: TrunkState  # of the trunk
+    causal: Causal  # what the trunk allows
     snapshot: Snapshot | None  # of the weights; None: they were not looked at
     scope: Scope
     kind: tuple[Any, ...]  # digest of the weights, autocast dtype and `CallSignature.kind`: decides the output's layout

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.models.coupling import _rounding
+from llmcache.models.coupling import rounding_of
 from llmcache.models.twin import make_trial, make_twin
 from tests.contract.judge import ask, check_same
 from tests.tiny_models import BARE, CLASSIFIERS, STRANGERS, build, padded
@@ -74,9 +74,9 @@ def test_a_twin_of_a_wrapped_model_holds_nothing_of_the_cache() -> None:
 def test_float32_of_an_accelerator_is_trusted_unless_it_may_be_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, convolution, x = nn.Linear(2, 2), nn.Conv1d(2, 2, 1), torch.zeros(2)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert _rounding(linear, x) == 1e-5
+    assert rounding_of(linear, x) == 1e-5
     monkeypatch.setattr(Tensor, "is_cpu", False)
-    assert _rounding(linear, x) == 2e-3
+    assert rounding_of(linear, x) == 2e-3
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
-    assert (_rounding(linear, x), _rounding(convolution, x)) == (1e-5, 2e-3)
-    assert _rounding(linear, x.bfloat16()) == 2e-2
+    assert (rounding_of(linear, x), rounding_of(convolution, x)) == (1e-5, 2e-3)
+    assert rounding_of(linear, x.bfloat16()) == 2e-2
