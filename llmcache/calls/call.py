@@ -485,7 +485,16 @@ class CachedForward(Swap, ContextFlags):
             if known is not None:
                 requests = known.requests
                 break
-            read = arguments, mask_4d, scope, state.tables, look.activated, signature.causal, is_coupled
+            read = (
+                arguments,
+                mask_4d,
+                scope,
+                state.tables,
+                look.activated,
+                signature.causal,
+                is_coupled,
+                signature.keeps_kv,
+            )
             requests = self._reader.read(*read)
             covering = engine if engine is self.eager else engine.covering(requests)
             if covering is engine:

@@ -408,7 +408,7 @@ class Prefix:
                     keys = rotate(keys, turned, self._trunk.module, self._causal.rotates)
                 put(prefill.kv_cache, layer, keys, values)
         distinct = pool.states(device)
-        states = distinct[index]
+        states = distinct.index_select(0, index.flatten()).view(*index.shape, -1)
         self._distinct.set(Distinct(states, distinct, index))
         if output is None:
             of, names, _ = self.kinds[call.kind] or (tuple, (STATES, CACHE), True)

@@ -234,7 +234,8 @@ class LogitsSwap(Swap):
         used, inverse = torch.unique(index, return_inverse=True)
         if len(used) > _MOST_DISTINCT * index.numel():
             return self.original(*args, **kwargs)
-        return self.original(known.distinct[used])[inverse]
+        logits = self.original(known.distinct.index_select(0, used))
+        return logits.index_select(0, inverse.flatten()).view(*index.shape, -1)  # half the time of `logits[inverse]`
 
 
 def _index_of(states: Any, known: Distinct) -> Tensor | None:

@@ -61,7 +61,7 @@ class Opener:
             return "coupled_rows"
         call.scope = Scope(call.namespace, look.digest, autocast, signature.attention)
         requests = self._reader.read(
-            call.arguments, mask_4d, call.scope, state.tables, look.activated, signature.causal, is_coupled=False
+            call.arguments, mask_4d, call.scope, state.tables, look.activated, signature.causal, False, keeps_kv=True
         )
         call.rows, call.content = requests.rows, torch.from_numpy(requests.content())
         call.may_search = not requests.may_be_refused()  # if the input is out of range, the model must raise

@@ -155,9 +155,11 @@ class RequestReader:
         activated: Sequence[int | None] | None,
         causal: Causal,
         is_coupled: bool,
+        keeps_kv: bool,
     ) -> Requests:
         """Return the requests of a call, with the bypass reason of each row; raise `IndexError` for an id below 0.
 
+        Without `keeps_kv`, the place of a row's tokens is not part of its key where states do not depend on it.
         `arguments` are the trunk's, by name, checked by `CallSignatures.find`; they hold the 2-D mask that `mask_4d` is
         equal to. `activated`: see `HostInputs`. `causal`: what the trunk allows. If rows affect each other, each key
         covers the whole call.
@@ -182,7 +184,8 @@ class RequestReader:
         is_full = inputs.is_full or inputs.valid is None
         dtype, knows_no_padding = id_dtype(len(tables.content)), self._is_guess and not causal.knows_padding
         of_padding = knows_no_padding, self.reads_padding, self.keeps_padding
-        rows = read_rows(scope, inputs, dtype, *of_padding, is_coupled, self._head_reads == "first")
+        is_movable = bool(causal.rotates) and not (causal.counts_padding or keeps_kv)
+        rows = read_rows(scope, inputs, dtype, *of_padding, is_coupled, self._head_reads == "first", is_movable)
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
         if is_full:  # usually the second token ends the search; NumPy is slow when cold after a forward
@@ -262,6 +265,7 @@ def read_rows(
     keeps_padding: bool = False,
     is_coupled: bool = False,
     reads_first: bool = False,
+    is_movable: bool = False,
 ) -> list[Row]:
     """Return each row with its valid tokens, packed as `dtype`, and its exact key.
 
@@ -274,6 +278,7 @@ def read_rows(
         keeps_padding: The head does not read states of padding, but they are returned: the entry keeps them, and a
             digest of all that they depend on, beside the key.
         is_coupled: Rows affect each other: each key covers all rows, and the row's place among them.
+        is_movable: States depend on the distances between tokens alone: the key covers no other positions.
         reads_first: The head may read the first column: with `keeps_padding`, the key covers it if it is padding.
     """
     prefix = _sha_of(scope)
@@ -312,12 +317,13 @@ def read_rows(
         sha.update(b"ids:%d;%b%b" % (len(own_ids), own_ids, type_field))
         if positions is not None:
             own = _row(positions, number)[valid]
-            _update(sha, b"positions", own)
             is_steady = start is not None and bool((np.diff(own) == 1).all())
+            if not (is_movable and is_steady):
+                _update(sha, b"positions", own)
             start = int(own[0]) if is_steady and n_valid else None
         if knows_no_padding:
             _update(sha, b"mask", mask)
-        elif positions is None and n_valid and start != 0:
+        elif positions is None and n_valid and start != 0 and not (is_movable and isinstance(valid, slice)):
             end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
             _update(sha, b"before", ids[number, :end])
             _update(sha, b"where", np.arange(end)[valid])
