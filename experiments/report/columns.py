@@ -214,6 +214,33 @@ GENERATION: Mapping[str, Cell] = {
         "" if row["kind"] == "kv_cache" else ratio(row["ratios"][f"{row['kind']}/kv_cache"])
     ),
 }
+
+
+def _asked(row: Mapping[str, Any]) -> str:
+    run = row["run"]
+    shots = "drawn for each" if run.metrics["sampler"] == "default" else "the same for all"
+    return f"[{run.task}](configs/{run.group}.yaml), {run.metrics['n']} questions; shots {shots}"
+
+
+def _both(name: str, digits: int = 0) -> Cell:
+    return lambda row: f"{row[f'{name}_plain']:,.{digits}f} / {row[f'{name}_cached']:,.{digits}f}"
+
+
+def _wall(row: Mapping[str, Any]) -> str:
+    return f"{_both('wall_s')(row)} ({row['wall_ratio']:.2f})" if row["run"].is_timed else ""
+
+
+EVALUATED: Mapping[str, Cell] = {
+    "evaluation": _asked,
+    "rows a call": lambda row: row["run"].metrics["batch"],
+    "columns of a layer": _both("columns"),
+    "ratio": of(number, "columns_ratio", 2),
+    "CPU, s": lambda row: f"{_both('cpu_s')(row)} ({row['cpu_ratio']:.2f})",
+    "wall, s": _wall,
+    "accuracy": _both("acc", 3),
+    "normalised": _both("acc_norm", 3),
+    "largest difference of a log-probability": lambda row: f"{row['logprob_difference']:.0e}",
+}
 COMPILED: Mapping[str, Cell] = {
     **{name: itemgetter(name) for name in ("model", "rows", "tokens", "bucket")},
     "no cache, ms": of(number, "nocache_ms", 2),

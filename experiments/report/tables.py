@@ -144,6 +144,7 @@ TABLES: Mapping[str, Table] = {
     "prefix_limit": limits,
     "parity": by_row(show.PARITY, lambda run: [run.metrics]),
     "decode": by_row(show.GENERATION, generations),
+    "lm_eval": by_row(show.EVALUATED),
     "compiled": compiled,
     "serve_load": by_row(show.LOADED),
     "serve_soak": by_row(show.SOAKED),

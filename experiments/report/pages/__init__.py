@@ -48,6 +48,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "prefix_limit": any_of(tables.limits, "prefix_limit"),
     "parity": all_of(tables.TABLES["parity"], "prefix_parity", "prefix_parity_bfloat16", "prefix_soak"),
     "generation": all_of(tables.TABLES["decode"], "prefix_decode"),
+    "lm_eval": all_of(tables.TABLES["lm_eval"], "lm_eval"),
     "policies": all_of(tables.policies, "policies"),
     "serve_load": any_of(by_row(show.LOADED), "serve_load", is_timed=True),
     "serve_load_engines": any_of(by_row(show.LOADED), "serve_load_engines", is_timed=True),
