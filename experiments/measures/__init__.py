@@ -21,7 +21,7 @@ from experiments.support.files import Folders
 NAMES = (
     *("serve", "observe", "sweep", "layers", "latency", "compiled", "trust", "bound", "service", "engines"),
     *("engine_parity", "serve_load", "ray_replicas", "serve_soak", "set_rates", "second_pass", "prefix", "policies"),
-    *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "commands"),
+    *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "tree", "commands"),
 )
 WHERE = {"set_rates": "service:run_at_rates", "engine_parity": "parity:run_engine"}
 #: Figures that no page reads, by dotted key: of each point of a curve, and by measure. They are written with the rows.

@@ -19,13 +19,13 @@ from pydantic import Field
 from experiments.data.made import make_choices, make_questions
 from experiments.data.published import Choice, Question, read_openbookqa, read_squad
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.columns import columns_of
 from experiments.methods.cached import Cached
 from experiments.models.architectures import Dtype
 from experiments.models.loading import load
 from experiments.support.files import Folders
 from experiments.support.section import Section
 from llmcache import ConfigError, LLMCache
-from llmcache.lab import locate
 
 Docs = list[dict[str, Any]]
 
@@ -146,30 +146,11 @@ def _figures(rounds: Sequence[Mapping[bool, Pass]]) -> dict[str, Any]:
 def _evaluate(experiment: LmEval, loaded: Any, docs: Mapping[str, Docs], is_cached: bool) -> Pass:
     """Evaluate the model alone, or in a new cache."""
     wrapped = LLMCache.wrap(loaded.model, config=experiment.cache) if is_cached else nullcontext()
-    with wrapped as cache, _columns_of(loaded.model) as columns:
+    with wrapped as cache, columns_of(loaded.model) as columns:
         meter = _Meter(columns, (lambda: None) if cache is None else cache.restart_stats)
         found = meter.measure(lambda: _simple_evaluate(experiment, loaded, docs, meter))
         found.stats = {} if cache is None else cache.stats().to_dict()
     return found
-
-
-@contextmanager
-def _columns_of(model: Any) -> Iterator[list[int]]:
-    """Within a block, count the columns on which the first layer runs, in the list's only item."""
-    layer, columns = locate(model).layers[0], [0]
-    kind = type(layer)
-    forward = kind.forward
-
-    def counting(self: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self is layer:
-            columns[0] += states.shape[0] * states.shape[1]
-        return forward(self, states, *args, **kwargs)
-
-    kind.forward = counting  # of the class: a module with a forward of its own would bypass the cache
-    try:
-        yield columns
-    finally:
-        kind.forward = forward
 
 
 class _Meter:

@@ -230,6 +230,16 @@ def _wall(row: Mapping[str, Any]) -> str:
     return f"{_both('wall_s')(row)} ({row['wall_ratio']:.2f})" if row["run"].is_timed else ""
 
 
+TREES: Mapping[str, Cell] = {
+    "calls": itemgetter("case"),
+    "columns, plain": of(count, "plain"),
+    "cached": of(count, "cached"),
+    "different tokens": of(count, "ideal"),
+    "CPU, s": lambda row: f"{row['plain_s']:.2f} / {row['cached_s']:.2f}",
+    "ratio": of(number, "cpu_ratio", 2),
+    "same answers": lambda row: "yes" if row["same"] else "no",
+    "largest difference of a logit": lambda row: f"{row['max_diff']:.0e} of {row['scale']:.0f}",
+}
 EVALUATED: Mapping[str, Cell] = {
     "evaluation": _asked,
     "rows a call": lambda row: row["run"].metrics["batch"],

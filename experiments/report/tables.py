@@ -145,6 +145,7 @@ TABLES: Mapping[str, Table] = {
     "parity": by_row(show.PARITY, lambda run: [run.metrics]),
     "decode": by_row(show.GENERATION, generations),
     "lm_eval": by_row(show.EVALUATED),
+    "tree": by_row(show.TREES),
     "compiled": compiled,
     "serve_load": by_row(show.LOADED),
     "serve_soak": by_row(show.SOAKED),

@@ -293,6 +293,14 @@ def lm_eval(rows: Rows, metrics: Any) -> None:
     assert metrics["columns_cached"] == pytest.approx(computed * metrics["columns_plain"]) and computed < 0.8
 
 
+def tree(rows: Rows, metrics: Any) -> None:
+    by_case = {row["case"]: row for row in metrics["summary"]}
+    assert all(row["same"] and row["max_diff"] < 1e-4 for row in by_case.values())
+    assert by_case["8 equal rows of 500"]["ideal"] == 25 < by_case["8 equal rows of 500"]["plain"] == 200
+    for name in ("8 equal rows of 500", "16 rows, 300 shared and 20 own", "num_beams=4"):
+        assert by_case[name]["cached"] == by_case[name]["ideal"]
+
+
 def commands(rows: Rows, metrics: Any) -> None:
     assert metrics["summary"] == [*rows, {"command": "all", "seconds": sum(row["seconds"] for row in rows)}]
 
