@@ -60,7 +60,7 @@ class Explanation:
     Attributes:
         outcome: As `cache.last` would hold it, unless the audit withdrew the hit.
         limit: The calibration's limit for the risk in `outcome`; None without a risk.
-        cure: What to change where the call bypasses the cache, or misses what is stored (`Outcome.missed`); else None.
+        cure: Why the call bypasses the cache or is computed (`Outcome.missed`), and what to change; None: no reason.
     """
 
     outcome: Outcome
@@ -76,10 +76,11 @@ class Explanation:
             near = "" if outcome.similarity is None else f"similarity {outcome.similarity:.3f} to the chosen source, "
             risk = f"{near}risk {outcome.risk:.3g}, limit {self.limit:.3g}"
         if outcome.rung == "prefix":
-            return f"served by prefix: the first {outcome.n_prefix:,} tokens; the rest is computed"
+            return f"served by prefix: the first {outcome.n_prefix:,} tokens; {self.cure}"
         if outcome.rung is not None:
             return f"served by {outcome.rung}" + (f": {risk}" if risk else "")
-        return f"computed: {self.cure or 'nothing stored serves it'}" + (f"; {risk}" if risk else "")
+        known = f"its beginning is known to token {outcome.n_known:,}; " if outcome.n_known else ""
+        return f"computed: {known}{self.cure or 'nothing stored serves it'}" + (f"; {risk}" if risk else "")
 
 
 def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanation, ...]:
@@ -92,18 +93,32 @@ def explain(forward: CachedForward, run: Callable[[], object]) -> tuple[Explanat
         return (Explanation(Outcome(bypassed=call.reason), cure=CURES[call.reason]),) * n_rows
     limits = {} if call.calibration is None else call.calibration.limits
     found = []
-    for row in call.rows:
-        outcome = call.path.outcome(call, row)
+    for outcome in _outcomes(forward, call):
         rung = outcome.rung or (
             DRAFT if outcome.similarity is None else SEMANTIC
         )  # a source's risk comes with a similarity
-        is_miss = not (outcome.rung or outcome.bypassed or outcome.missed) and not call.path.keeps_kv
-        if is_miss and forward.prefix and forward.prefix.holds(row, call.scope):
-            outcome = replace(outcome, missed="no_kv")
         found.append(
             Explanation(outcome, limits.get(rung), CURES.get(outcome.bypassed or "", MISSES.get(outcome.missed or "")))
         )
     return tuple(found)
+
+
+def _outcomes(forward: CachedForward, call: Call) -> list[Outcome]:
+    """Return the outcome of each row; without K/V, beginnings are otherwise looked up as the rows are computed."""
+    outcomes, prefix = [call.path.outcome(call, row) for row in call.rows], forward.prefix
+    rest = [n for n, one in enumerate(outcomes) if not (one.rung or one.bypassed or one.missed)]
+    if prefix is None or not rest:
+        return outcomes
+    plan = prefix.plan_beginnings(call, rest, is_made=False)
+    for number in rest:
+        row, outcome = call.rows[number], outcomes[number]
+        if plan is not None:
+            found = plan.outcome(call, row)
+            is_hit = found.rung is not None
+            outcomes[number] = found if is_hit else replace(outcome, n_known=found.n_known, missed=found.missed)
+        elif n_held := prefix.n_held(row, call.scope):
+            outcomes[number] = replace(outcome, n_known=n_held, missed="no_kv")
+    return outcomes
 
 
 def look_up(model: nn.Module, forward: CachedForward | None, batch: Mapping[str, Any]) -> Found:

@@ -113,17 +113,25 @@ class Prefix:
         return Prefill(self, kv_cache, self._has_chains(call), range(len(call.rows)))
 
     def share(self, call: Call, numbers: Sequence[int]) -> "Prefill | None":
-        """Return the plan for rows of a call that keeps no K/V; None if they cannot share beginnings."""
+        """Return the plan for rows of a call that keeps no K/V; None if they do not share beginnings."""
+        prefill = self.plan_beginnings(call, numbers)
+        return prefill if prefill is not None and prefill.tree is not None else None
+
+    def plan_beginnings(self, call: Call, numbers: Sequence[int], is_made: bool = True) -> "Prefill | None":
+        """Return a plan for rows of a call that keeps no K/V, without a tree if sharing does not pay.
+
+        None if no row can share a beginning. Nothing is recorded of a call that is not made.
+        """
         if not (self._cuts and self._has_chains(call)) or call.is_collected or call.engine is not self._eager:
             return None
         if call.mask_4d is not None or call.arguments.get("token_type_ids") is not None:
             return None
         prefill = Prefill(self, None, True, numbers, hands_out=False)
         try:
-            self._look_up_beginnings(call, prefill)
+            self._look_up_beginnings(call, prefill, is_made)
         except Exception as error:
             self._counters.error("look up a prefix", error)
-        return prefill if prefill.tree is not None else None
+        return prefill
 
     def _has_chains(self, call: Call) -> bool:
         is_as_wrapped = call.causal == self._causal
@@ -166,14 +174,16 @@ class Prefix:
         if self._cuts and prefill.has_chains:
             self._plan(call, prefill)
         else:
-            known = [row for row in call.rows if self.blocks.n_held(self._chain(call, prefill, row))]
-            prefill.missed = {row.number: "whole_prompts" for row in known}
+            n_known = {row.number: self.blocks.n_held(self._chain(call, prefill, row)) for row in call.rows}
+            prefill.n_known = {number: n * self.blocks.size for number, n in n_known.items()}
+            prefill.missed = {number: "whole_prompts" for number, n in n_known.items() if n}
 
-    def _look_up_beginnings(self, call: Call, prefill: "Prefill") -> None:
+    def _look_up_beginnings(self, call: Call, prefill: "Prefill", is_made: bool) -> None:
         """Find what is known of the rows of a call that keeps no K/V."""
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
-        wanted = {number: self._count_seen(self._chain(call, prefill, call.rows[number])) for number in prefill.numbers}
+        chains = {number: self._chain(call, prefill, call.rows[number]) for number in prefill.numbers}
+        wanted = {number: self._count_seen(chain) for number, chain in chains.items()} if is_made else {}
         self._plan(call, prefill, wanted)
 
     def _count_seen(self, links: Sequence[Link]) -> int:
@@ -207,10 +217,12 @@ class Prefix:
         for kind in stored.recall(wanted, call.generation) if wanted else ():
             self.kinds.add_described(*kind)
 
-    def holds(self, row: Row, scope: Scope) -> bool:
-        """Whether the first block of a request is held."""
-        is_chain = row.start is not None and row.n_valid
-        return bool(is_chain and self.blocks.n_held(links(scope, row, self.blocks.size, self._origin(row))))
+    def n_held(self, row: Row, scope: Scope) -> int:
+        """Return how many of a request's first tokens are held."""
+        if row.start is None or not row.n_valid:
+            return 0
+        chain = links(scope, row, self.blocks.size, self._origin(row))
+        return self.blocks.reach(chain, row.ids, _id_width(row))[1]
 
     def keys_of(self, call: Call, prefill: "Prefill") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""
@@ -224,11 +236,14 @@ class Prefix:
         rest = [call.rows[number] for number in prefill.numbers if number not in prefill.whole]
         rows = [row for row in rest if not self._is_apart(call, row)]
         apart = [row for row in rest if row not in rows and not row.bypass_reason]
-        prefill.missed = {row.number: "padding" for row in apart if self.blocks.n_held(self._chain(call, prefill, row))}
+        held = {row.number: self.blocks.n_held(self._chain(call, prefill, row)) for row in apart}
+        prefill.n_known = {number: n * size for number, n in held.items()}
+        prefill.missed = {number: "padding" for number, n in held.items() if n}
         if not rows or any(row.bypass_reason == "mask_4d" for row in rest):
             return
         reached = {row.number: self._reach(call, prefill, row) for row in rows}
         n_known = {number: min(n, call.rows[number].n_valid - 1) for number, (_, n) in reached.items()}
+        prefill.n_known = {**prefill.n_known, **n_known}
         if prefill.hands_out and len(call.rows) == 1 and rows[0].n_valid == n_tokens:
             if n_known[0] >= size - 1:
                 prefill.matched, prefill.n_cut = reached[0][0], n_known[0]
@@ -255,7 +270,7 @@ class Prefix:
             prefill.served_tokens = {number: n for number, n in served.items() if n >= size - 1}
             prefill.n_saved = sum(served.values())
         else:
-            prefill.missed |= {number: "too_short" for number, n in n_known.items() if n >= size}
+            prefill.missed |= {number: "too_short" for number, n in n_known.items() if n}
 
     def _is_apart(self, call: Call, row: Row) -> bool:
         """Whether a row is computed as it is: its tokens are not consecutive, or its padding may be read."""
@@ -614,6 +629,7 @@ class Prefill(Path):
     matched: Sequence[Any] = ()  # the stored blocks that a single prompt begins with
     n_cut: int = 0  # C
     n_saved: int = 0  # tokens of all rows that are not computed for them; rows that are stored whole are left out
+    n_known: Mapping[int, int] = field(default_factory=dict)  # tokens at the beginning of a row that are stored
     slabs: dict[Slab, Columns] = field(default_factory=dict)  # the columns of stored blocks
     tree: Tree | None = None  # of rows that are neither whole nor computed apart
     missed: dict[int, str] = field(default_factory=dict)  # why a stored prefix does not serve, a key of `MISSES`
@@ -645,9 +661,12 @@ class Prefill(Path):
             return Outcome(row.key, bypassed=row.bypass_reason)
         if row.number in self.whole:
             return Outcome(row.key, "exact", self.prefix.depth - 1, self.whole[row.number][0], 1.0)
+        n_known = self.n_known.get(row.number, 0)
         if n_prefix := self.served_tokens.get(row.number, 0):
-            return Outcome(row.key, "prefix", n_prefix=n_prefix)
-        return Outcome(row.key, missed="coupled" if call.is_coupled else self.missed.get(row.number))
+            missed = "last_token" if n_prefix >= row.n_valid - 1 else "differs"
+            return Outcome(row.key, "prefix", n_prefix=n_prefix, n_known=n_known, missed=missed)
+        missed = "coupled" if call.is_coupled else self.missed.get(row.number, "new")
+        return Outcome(row.key, n_known=n_known, missed=missed)
 
     def names(self, call: Call) -> list[str]:
         keys = [row.key for row in call.rows if row.key]

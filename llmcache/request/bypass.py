@@ -87,14 +87,17 @@ CURES: dict[str, str] = {
     "error": "the cache failed and the model computed instead; see the log",
 }
 
-#: Why a row is computed although something that might serve it is stored, each with its cure.
+#: Why a row, or what follows its prefix, is computed, each with its cure, if there is one.
 MISSES: dict[str, str] = {
-    "padding": "its beginning is stored, but the states of its padding may be read, so all of it is computed: call a "
-    "language-model head without labels and without a hook on its trunk, or pass it without padding",
-    "too_short": "its beginning is stored, but is so small a part of the call that one batch is faster",
-    "whole_prompts": "its prefix is stored, but only whole prompts are served with prefix=False, and for families "
-    "recognised by structure: set prefix, or register an adapter",
-    "no_kv": "its prefix is stored with K/V, which this call does not keep: leave out use_cache=False",
+    "new": "nothing that is stored begins like it",
+    "differs": "what follows is not stored: put what changes from prompt to prompt (a date, a name, the question) last",
+    "last_token": "only its last token is computed, since longer prompts that begin like it are stored, but not itself",
+    "padding": "the states of its padding may be read, so all of it is computed: call a language-model head without "
+    "labels and without a hook on its trunk, or pass it without padding",
+    "too_short": "that is so small a part of the call that one batch is faster",
+    "whole_prompts": "only whole prompts are served with prefix=False, and for families recognised by structure: set "
+    "prefix, or register an adapter",
+    "no_kv": "this call keeps no K/V and cannot use it (prefix=False, a graph, a 4-D mask): leave out use_cache=False",
     "coupled": "rows of a call affect each other in this model, so only a repeat of the whole call is served",
 }
 

@@ -17,9 +17,11 @@ class Outcome:
         risk: Risk score of the chosen source, hit or miss, or of the draft that served; at most the rung's limit for a
             hit (`Calibration.limits`). Infinite if the content gate refused the source or it is quarantined. None
             without a search or without a neighbour.
-        n_prefix: Number of first tokens that a stored prefix served.
+        n_prefix: Number of first tokens that were not computed for it: a stored prefix, or an earlier row's.
+        n_known: Number of first tokens that were stored when it was looked up; 0 for an exact hit.
         bypassed: The reason for a bypass (`llmcache.request.bypass.CURES`), or None.
-        missed: Why it was computed although what might serve it is stored (`llmcache.request.bypass.MISSES`), or None.
+        missed: Why it, or what follows its prefix, was computed (`llmcache.request.bypass.MISSES`). None for other
+            hits, and for a request without K/V of which nothing is stored.
     """
 
     key: str = ""
@@ -29,5 +31,6 @@ class Outcome:
     similarity: float | None = None
     risk: float | None = None
     n_prefix: int = 0
+    n_known: int = 0
     bypassed: str | None = None
     missed: str | None = None

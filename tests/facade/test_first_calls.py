@@ -79,15 +79,15 @@ PADDED: dict[str, Any] = {
     "attention_mask": torch.tensor([[0] * 4 + [1] * 42]),
     "position_ids": torch.tensor([[0] * 4 + [*range(42)]]),
 }
-BESIDE: dict[str, Any] = {"input_ids": torch.cat([LONGER, tokens(1, 42, seed=2)])}
+BESIDE: dict[str, Any] = {"input_ids": torch.cat([torch.cat([STEM[:, :16], tokens(1, 44)], dim=1), tokens(1, 60, 2)])}
 #: By reason of a miss: settings, the call, and the call that the cure advises, if it can be had without other settings.
 MISSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
-    "padding": ("llama", {}, PADDED, PADDED | {"logits_to_keep": 1}),
-    "batch": ("llama", {}, BESIDE, {"input_ids": LONGER}),
-    "no_kv": ("llama", {}, {"input_ids": LONGER, "use_cache": False}, {"input_ids": LONGER}),
+    "new": ("llama", {}, {"input_ids": tokens(2, 20, seed=2)}, None),
+    "padding": ("llama", {}, PADDED | {"labels": PADDED["input_ids"]}, PADDED),
+    "too_short": ("llama", {}, BESIDE, {"input_ids": BESIDE["input_ids"][:1]}),
+    "no_kv": ("llama", {"prefix": False}, {"input_ids": LONGER, "use_cache": False}, None),
     "whole_prompts": ("llama", {"prefix": False}, {"input_ids": LONGER}, None),
-    "whole_prompts, by structure": ("opt", {}, {"input_ids": LONGER}, None),
-    "coupled": ("mixtral", {}, {"input_ids": BESIDE["input_ids"][:, :20]}, None),
+    "coupled": ("mixtral", {}, {"input_ids": tokens(2, 20, seed=2)}, None),
 }
 
 
@@ -100,14 +100,29 @@ def test_why_a_stored_prompt_did_not_serve_a_call(case: str) -> None:
     with LLMCache.wrap(model, auto_bypass=False, **settings) as cache:
         cache(input_ids=STEM)
         told, *others = cache.explain(**call)
-        assert told.outcome.missed == case.partition(",")[0] and str(told) == f"computed: {told.cure}"
-        assert all(str(one) == "computed: nothing stored serves it" or case == "coupled" for one in others)
+        n_known = {"new": 0, "too_short": 16, "coupled": 0, "no_kv": 40}.get(case, 32)
+        known = f"its beginning is known to token {n_known}; " if n_known else ""
+        assert (told.outcome.missed, str(told)) == (case, f"computed: {known}{told.cure}")
         if advised is not None:
             assert [one.outcome.rung for one in cache.explain(**advised)] == ["prefix"]
         cache(**call)
         assert [one.missed for one in cache.last] == [
             None if case == "no_kv" else one.outcome.missed for one in (told, *others)
         ]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_why_only_the_beginning_of_a_prompt_was_served(use_cache: bool) -> None:
+    with LLMCache.wrap(fresh("llama", "causal"), auto_bypass=False) as cache:
+        cache(input_ids=STEM)
+        for ids, missed in ((LONGER, "differs"), (STEM[:, :32], "last_token")):
+            (told,) = cache.explain(input_ids=ids, use_cache=use_cache)
+            n, outcome = min(40, ids.shape[1] - 1), told.outcome
+            assert (outcome.rung, outcome.n_prefix, outcome.n_known, outcome.missed) == ("prefix", n, n, missed)
+            assert told.cure and str(told) == f"served by prefix: the first {n} tokens; {told.cure}"
+            n_seen = cache.stats().n_requests
+            cache(input_ids=ids, use_cache=use_cache)
+            assert cache.last == (outcome,) and cache.stats().n_requests == n_seen + 1
 
 
 def test_a_bypass_is_logged_once_for_a_model_and_reason(caplog: pytest.LogCaptureFixture) -> None:
