@@ -222,7 +222,7 @@ def _inputs(call: Call) -> dict[str, Tensor]:
 
 
 def _ideal(calls: Sequence[Call]) -> int:
-    """Return the number of different beginnings of all prompts; one for a prompt that was only a beginning of others."""
+    """Return the number of different beginnings of all prompts; one for a prompt that only began others."""
     seen, whole, n = set[Ids](), set[Ids](), 0
     for call in calls:
         n_before = n

@@ -10,6 +10,7 @@ width of a head.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from llmcache.models.adapters import CACHE, Trunk, device_of
+from llmcache.models.adapters import CACHE, Trunk, device_of, first_position
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
 from llmcache.models.model_config import setting
@@ -31,10 +32,8 @@ from llmcache.models.weights import Weights
 #: Keys and values (B, H, P, D_h) by layer.
 _Kv = Sequence[tuple[Tensor, Tensor]]
 
-_N_TOKENS = 40  # of a row
-_N_COMMON, _N_MORE = 13, 29  # tokens whose K/V is known in a trial; both rows begin with the first 13
-_N_PADDED = 5
-_SHIFT = 7  # positions
+_N_TOKENS = 40  # of a row, at most
+_SHIFT = 7  # columns of padding, positions
 _FAR = 512  # most columns between a packed segment and its beginning
 #: Settings of windows that are larger than this in a trial.
 _WINDOWS = {"sliding_window": 8, "attention_chunk_size": 16, "window_size": 8}
@@ -49,8 +48,10 @@ class Causal:
             column of K/V per token, in every layer.
         cuts: After a beginning whose K/V is known, the rest of a row has the states that it has in the whole row.
         packs: `run_segments` gives each segment the states that it has alone.
-        knows_padding: Tokens that the mask leaves out affect the others only by their number.
-        counts_padding: They do affect the others, unless positions are passed.
+        knows_padding: Tokens that the mask leaves out affect others only by their number, and not if positions are
+            passed.
+        counts_padding: They do so by their number.
+        is_by_column: A token's position, if none is passed, is its column, padding included.
         rotates: How `rotate` makes the keys of tokens at other positions, one of `LAYOUTS`; "" if it does not.
         makes_dynamic_cache: It makes a `DynamicCache` of its config if it is passed no cache and `use_cache=True`, and
             none with `use_cache=False`.
@@ -63,6 +64,7 @@ class Causal:
     packs: bool = False
     knows_padding: bool = False
     counts_padding: bool = True
+    is_by_column: bool = True
     rotates: str = ""
     makes_dynamic_cache: bool = False
     windows: tuple[int | None, ...] = ()
@@ -73,7 +75,10 @@ UNTRIED = Causal()
 
 
 class Causality:
-    """Finds what a trunk allows, by attention implementation; again after edits beyond weight values. Thread-safe."""
+    """Finds what a trunk allows, for each attention implementation; again after edits beyond weight values.
+
+    Thread-safe.
+    """
 
     def __init__(self, trunk: Trunk, weights: Weights) -> None:
         self._trunk, self._weights = trunk, weights
@@ -111,8 +116,12 @@ class _Trial:
         if self._module.config is not trunk.config:
             for part in (self._module.config, *self._module.modules()):
                 _shrink_windows(part)
-        self._ids = trial_rows(trunk, 2, _N_TOKENS)
-        self._ids[1, :_N_COMMON] = self._ids[0, :_N_COMMON]
+        limits = setting(trunk.config, "max_position_embeddings"), steady_length(self._module)
+        self._longest = min((limit for limit in limits if limit), default=_FAR)
+        self._n = min(_N_TOKENS, self._longest - _SHIFT - first_position(trunk.module) - 1)
+        self._n_common = self._n // 3  # tokens that both rows begin with
+        self._ids = trial_rows(trunk, 2, self._n)
+        self._ids[1, : self._n_common] = self._ids[0, : self._n_common]
         self._keeps_kv = CACHE in self._names
         try:
             self._states, self._kv = self._run(self._ids)
@@ -120,17 +129,23 @@ class _Trial:
             self._keeps_kv = False
             self._states, self._kv = self._run(self._ids)
         self._tolerance = 10 * rounding_of(self._module, self._states)
+        self._here = self._columns(self._kv, 0)
+        self._later: _Kv = ()  # the same tokens, `_SHIFT` positions later
+        if self._keeps_kv and "position_ids" in self._names:
+            positions = torch.arange(_SHIFT, _SHIFT + self._n_common, device=self._ids.device)[None]
+            self._later = self._run(self._ids[:1, : self._n_common], position_ids=positions)[1]
 
     def find(self) -> Causal:
         """Return what the trial shows."""
-        knows_padding, counts_padding = self._look_at_padding()
-        found = Causal(knows_padding=knows_padding, counts_padding=counts_padding)
-        if not self._is_close(self._states[1, :_N_COMMON], self._states[0, :_N_COMMON]):
+        found = self._look_at_padding()
+        if not self._is_close(self._states[1, : self._n_common], self._states[0, : self._n_common]):
             return replace(found, reason="its tokens attend to later ones")
         shapes = {tensor.shape[::2] for layer in self._kv for tensor in layer if tensor is not None}
         if len(self._kv) != self._trunk.depth or shapes != {self._ids.shape}:
             return replace(found, reason="it keeps something else than one column of K/V per token and layer")
         found = replace(found, is_causal=True, makes_dynamic_cache=_shows(self._makes_dynamic_cache))
+        if not found.knows_padding:
+            return replace(found, reason="tokens that the mask leaves out affect others")
         if not _shows(self._cuts):
             return replace(found, reason="the rest of a row comes out differently after a known beginning")
         return replace(found, cuts=True, packs=_shows(self._packs), rotates=self._find_rotation(), reason="")
@@ -151,26 +166,24 @@ class _Trial:
         return bool(share.mean() <= self._tolerance)
 
     def _cuts(self) -> bool:
-        for n_known in (_N_COMMON, _N_MORE):
+        for n_known in (self._n_common, self._n - self._n_common):
             known = [(keys[:1, :, :n_known], values[:1, :, :n_known]) for keys, values in self._kv]
             states, kv = self._run(self._ids[:1, n_known:], known)
-            has_grown = all(len(keys[0, 0]) == len(values[0, 0]) == _N_TOKENS for keys, values in kv)
+            has_grown = all(len(keys[0, 0]) == len(values[0, 0]) == self._n for keys, values in kv)
             if not (has_grown and self._is_close(states, self._states[:1, n_known:])):
                 return False
         return True
 
     def _packs(self) -> bool:
         """Try three segments in a row: two that follow the common beginning, and one that follows the first."""
-        longest = setting(self._trunk.config, "max_position_embeddings") or _FAR
-        n_far = max(0, min(_FAR, longest - 2 * _N_TOKENS))  # columns that no token sees
+        n_far = max(0, min(_FAR, self._longest - 2 * self._n))  # columns that no token sees
         room = (0, 0, 0, n_far)
-        known = [
-            (pad(keys[:1, :, :_N_COMMON], room), pad(values[:1, :, :_N_COMMON], room)) for keys, values in self._kv
-        ]
-        n, n_past = 7, _N_COMMON + n_far
-        places = [(0, _N_COMMON), (1, _N_COMMON), (0, _N_COMMON + n)]  # row and first column of each segment
+        known = [(pad(keys, room), pad(values, room)) for keys, values in self._here]
+        n, n_common = self._n // 6, self._n_common
+        n_past = n_common + n_far
+        places = [(0, n_common), (1, n_common), (0, n_common + n)]  # row and first column of each segment
         sees = torch.zeros(3 * n, n_past + 3 * n, dtype=torch.bool)
-        sees[:, :_N_COMMON] = True
+        sees[:, :n_common] = True
         sees[:, n_past:] = torch.ones(n, n, dtype=torch.bool).tril().repeat(3, 3)
         sees[:, n_past:] &= torch.eye(3, dtype=torch.bool).repeat_interleave(n, 0).repeat_interleave(n, 1)
         sees[2 * n :, n_past : n_past + n] = True
@@ -178,29 +191,32 @@ class _Trial:
         def joined(rows: Tensor) -> Tensor:
             return torch.cat([rows[row, first : first + n] for row, first in places])[None]
 
-        positions = torch.arange(_N_TOKENS).expand(2, -1)
+        positions = torch.arange(self._n).expand(2, -1)
         to = self._ids.device
         output = run_segments(
             self._module, joined(self._ids), joined(positions).to(to), _cache_of(known), sees.to(to), self._trunk
         )
         return self._is_close(output[0], joined(self._states))
 
-    def _look_at_padding(self) -> tuple[bool, bool]:
-        """Return `knows_padding` and `counts_padding`, from a row padded before its tokens and one padded after."""
-        n, (first, second) = _N_PADDED, self._ids
+    def _look_at_padding(self) -> Causal:
+        """Return what a row padded before its tokens, and one padded after them, show."""
+        n, (first, second) = _SHIFT, self._ids
         ids = torch.stack([torch.cat([second[-n:], first]), torch.cat([second, first[-n:]])])
         mask = torch.ones_like(ids)
         mask[0, :n] = mask[1, -n:] = 0
-
-        def are_close(**arguments: Any) -> tuple[bool, bool]:
-            states, _ = self._run(ids, attention_mask=mask, **arguments)
-            return self._is_close(states[0, n:], self._states[0]), self._is_close(states[1, :-n], self._states[1])
-
-        is_same, knows_padding = are_close()
-        if knows_padding and not is_same:  # do the positions alone differ?
-            takes_positions = "position_ids" in self._names
-            knows_padding = takes_positions and all(are_close(position_ids=(mask.cumsum(-1) - 1).clamp(min=0)))
-        return knows_padding, not is_same
+        states, kv = self._run(ids, attention_mask=mask)
+        if not self._is_close(states[1, :-n], self._states[1]):
+            return UNTRIED
+        is_same = knows_padding = self._is_close(states[0, n:], self._states[0])
+        kv = self._columns(kv, n)
+        if self._later:
+            is_by_column = _distance(kv, self._later) < _distance(kv, self._here)
+        else:
+            is_by_column = not (kv and is_same and self._are_close(kv, self._here))
+        if not is_same and "position_ids" in self._names:  # do the positions alone differ?
+            states, _ = self._run(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+            knows_padding = self._is_close(states[0, n:], self._states[0])
+        return Causal(knows_padding=knows_padding, counts_padding=not is_same, is_by_column=is_by_column)
 
     def _makes_dynamic_cache(self) -> bool:
         outputs = [self._module(input_ids=self._ids[:, :2], use_cache=use_cache) for use_cache in (True, False)]
@@ -212,21 +228,24 @@ class _Trial:
     def _find_rotation(self) -> str:
         """Return the layout by which `rotate` makes the keys of all layers at later positions; values do not change."""
         scales = "llama_4_scaling_beta" in (setting(self._trunk.config, "rope_parameters") or ())  # by position
-        if "position_ids" not in self._names or scales or steady_length(self._module) is not None:
+        if not self._later or scales or steady_length(self._module) is not None:
             return ""
-        n, device = _N_COMMON, self._ids.device
-        positions, offsets = torch.arange(_SHIFT, _SHIFT + n, device=device)[None], self._ids.new_full((1, n), _SHIFT)
-        _, shifted = self._run(self._ids[:1, :n], position_ids=positions)
-        here = [(keys[:1, :, :n], values[:1, :, :n]) for keys, values in self._kv]
+        offsets = self._ids.new_full((1, self._n_common), _SHIFT)
 
         def fits(layout: str) -> bool:
-            return all(
-                self._is_close(values_there, values)
-                and self._is_close(keys_there, rotate(keys, offsets, self._module, layout))
-                for (keys_there, values_there), (keys, values) in zip(shifted, here, strict=True)
-            )
+            rotated = [(rotate(keys, offsets, self._module, layout), values) for keys, values in self._here]
+            return self._are_close(self._later, rotated)
 
         return next((layout for layout in LAYOUTS if _shows(partial(fits, layout))), "")
+
+    def _columns(self, kv: _Kv, first: int) -> _Kv:
+        """Return the K/V of the tokens that row 0 begins with, from a column on."""
+        own = slice(first, first + self._n_common)
+        return [(keys[:1, :, own], values[:1, :, own]) for keys, values in kv]
+
+    def _are_close(self, one: _Kv, other: _Kv) -> bool:
+        pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
+        return all(self._is_close(mine, theirs) for mine, theirs in pairs)
 
 
 def _shows(trial: Callable[[], bool]) -> bool:
@@ -250,3 +269,9 @@ def _cache_of(kv: _Kv) -> DynamicCache:
     for number, (keys, values) in enumerate(kv):
         kv_cache.update(keys, values, number)
     return kv_cache
+
+
+def _distance(one: _Kv, other: _Kv) -> float:
+    """Return how far K/V of the same tokens is apart."""
+    pairs = zip(chain.from_iterable(one), chain.from_iterable(other), strict=True)
+    return sum(float((mine.float() - theirs.float()).norm()) for mine, theirs in pairs)

@@ -184,8 +184,10 @@ class RequestReader:
         is_full = inputs.is_full or inputs.valid is None
         dtype, knows_no_padding = id_dtype(len(tables.content)), self._is_guess and not causal.knows_padding
         of_padding = knows_no_padding, self.reads_padding, self.keeps_padding
+        is_by_column = causal.is_by_column or mask_4d is not None  # no positions follow from a 4-D mask
         is_movable = bool(causal.rotates) and not (causal.counts_padding or keeps_kv)
-        rows = read_rows(scope, inputs, dtype, *of_padding, is_coupled, self._head_reads == "first", is_movable)
+        of_positions = self._head_reads == "first", is_by_column, is_movable
+        rows = read_rows(scope, inputs, dtype, *of_padding, is_coupled, *of_positions)
         valid = None if is_full else inputs.valid
         requests = Requests(rows, inputs.ids, valid, tables, self._first_position, inputs)
         if is_full:  # usually the second token ends the search; NumPy is slow when cold after a forward
@@ -265,12 +267,14 @@ def read_rows(
     keeps_padding: bool = False,
     is_coupled: bool = False,
     reads_first: bool = False,
+    is_by_column: bool = True,
     is_movable: bool = False,
 ) -> list[Row]:
     """Return each row with its valid tokens, packed as `dtype`, and its exact key.
 
     The key covers all that the output at valid tokens depends on. If position ids are passed, it does not depend on
-    padding. Otherwise a model may derive positions from the padding before a valid token, so the key covers that too.
+    padding. Otherwise a model may derive positions from the padding before a valid token, so the key covers that too,
+    unless a trial has shown that it does not.
 
     Args:
         knows_no_padding: How the model treats padding is unknown: all tokens are valid, and the key covers the mask.
@@ -278,8 +282,9 @@ def read_rows(
         keeps_padding: The head does not read states of padding, but they are returned: the entry keeps them, and a
             digest of all that they depend on, beside the key.
         is_coupled: Rows affect each other: each key covers all rows, and the row's place among them.
-        is_movable: States depend on the distances between tokens alone: the key covers no other positions.
         reads_first: The head may read the first column: with `keeps_padding`, the key covers it if it is padding.
+        is_by_column: Positions, if none are passed, may be columns; else they count from the first valid token.
+        is_movable: States depend on the distances between tokens alone: the key covers no other positions.
     """
     prefix = _sha_of(scope)
     if is_coupled:
@@ -309,7 +314,7 @@ def read_rows(
             valid, n_valid = _valid_positions(mask)
             own_ids, own_short = ids[number, valid].tobytes(), ids[number, valid].astype(dtype).tobytes()
             own_types = b"" if types is None else types[type_row, valid].tobytes()
-            start = valid.start if isinstance(valid, slice) and n_valid else None
+            start = valid.start * is_by_column if isinstance(valid, slice) and n_valid else None
         sha = prefix.copy()
         if is_coupled:
             _update(sha, b"place", [number])

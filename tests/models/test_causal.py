@@ -33,10 +33,10 @@ def gemma() -> nn.Module:
     return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SIZES, **WINDOWS))
 
 
-#: Packs, counts padding, how it rotates.
+#: Packs, is placed by columns, how it rotates.
 ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
-    "llama": (GENERATORS["llama"], True, False, "half"),
-    "added to scores": (lambda: tf.LlamaModel(llama(attn_implementation="eager")), True, False, "half"),
+    "llama": (GENERATORS["llama"], True, True, "half"),
+    "added to scores": (lambda: tf.LlamaModel(llama(attn_implementation="eager")), True, True, "half"),
     "positions": (GENERATORS["gpt2"], True, True, ""),
     "positions from the mask": (
         lambda: tf.OPTModel(tf.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32)),
@@ -44,8 +44,8 @@ ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
         False,
         "",
     ),
-    "a window": (STRANGE_GENERATORS["mistral"], True, False, "half"),
-    "windows": (gemma, True, False, ""),
+    "a window": (STRANGE_GENERATORS["mistral"], True, True, "half"),
+    "windows": (gemma, True, True, ""),
     "chunks": (
         lambda: tf.Llama4ForCausalLM(
             tf.Llama4TextConfig(
@@ -53,11 +53,11 @@ ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
             )
         ),
         True,
-        False,
+        True,
         "",
     ),
-    "pairs": (lambda: tf.CohereModel(tf.CohereConfig(**SIZES)), True, False, "interleaved"),
-    "part of a key": (STRANGE_GENERATORS["neox"], True, False, "half"),
+    "pairs": (lambda: tf.CohereModel(tf.CohereConfig(**SIZES)), True, True, "interleaved"),
+    "part of a key": (STRANGE_GENERATORS["neox"], True, True, "half"),
     "distances": (lambda: tf.BloomModel(tf.BloomConfig(**SIZES)), False, False, ""),
     "a window of columns": (
         lambda: tf.GPTNeoModel(
@@ -77,7 +77,8 @@ def test_what_families_allow(name: str) -> None:
     make, *expected = ALLOWED[name]
     found = look_at(locate(build(make)))
     assert found.is_causal and found.cuts and found.knows_padding and found.makes_dynamic_cache, found
-    assert [found.packs, found.counts_padding, found.rotates] == expected
+    assert [found.packs, found.is_by_column, found.rotates] == expected
+    assert found.counts_padding == (name in ("positions", "a window of columns"))
 
 
 class Heedless(tf.LlamaModel):
@@ -108,7 +109,7 @@ class Mixing(tf.LlamaModel):
 
 def test_a_trunk_that_does_not_heed_the_mask_packs_nothing_and_knows_no_padding() -> None:
     found = look_at(locate(build(lambda: Heedless(llama()))))
-    assert found.cuts and not found.packs and not found.knows_padding
+    assert found.is_causal and not found.cuts and not found.packs and not found.knows_padding
 
 
 @pytest.mark.parametrize(
