@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -25,7 +25,6 @@ from llmcache.models.adapters import CACHE
 from llmcache.request.bypass import is_plain_cache
 from llmcache.request.rows import Row
 from llmcache.reuse.call import Call
-from llmcache.support.arrays import Ids
 from llmcache.support.threads import forkable
 
 #: Puts blocks of a chain into the pool: the prompt's call, the chain, and the new blocks by key.
@@ -37,25 +36,26 @@ _OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "
 
 @dataclass(eq=False, slots=True)
 class _Turn:
-    """The prompts that a K/V cache holds, and the tokens that were generated since."""
+    """A prompt in a K/V cache, and the tokens that were generated after it."""
 
-    call: Call  # of the prompts, without its arguments
-    rows: Sequence[Row]
-    n_written: list[int]  # full blocks of each row that are in the pool
-    layers: Sequence[Any]  # of the K/V cache, or copies of their last columns
-    first: int  # column of the K/V cache that these begin with
-    seen: Tensor | None  # keys of the last layer after the last step; None: they were written since
-    states: list[Tensor]  # (B, n, D) of the last steps
-    ids: list[Tensor]  # (B, n) of the steps that were not written
-    mask: Tensor | None  # of the last step
-    positions: list[Tensor]  # of the steps that were not written
-    new: Ids  # ids of the steps that were written, (B, n)
-    n_columns: int  # of the prompts
+    call: Call  # of the prompt, without its arguments
+    row: Row
+    n_written: int  # full blocks that are in the pool
+    layers: Sequence[Any]  # of the K/V cache, or copies of its last columns
+    place: int  # its row there
+    column: int  # of its first token there
+    states: list[Tensor]  # (n, D) of the last steps
+    mask: Tensor | None  # of the last step (S,)
+    first: int = 0  # column that `layers` begin with
+    ids: list[Tensor] = field(default_factory=list)  # (n,) of the steps that were not written
+    positions: list[Tensor] = field(default_factory=list)  # (n,) of these
+    new: bytes = b""  # ids of the steps that were written, packed as the row's
+    n_new: int = 0  # tokens of all steps
     is_changed: bool = False  # a step since the last `settle`
 
     @property
-    def n_new(self) -> int:
-        return int(self.new.shape[1]) + sum(one.shape[1] for one in self.ids)
+    def n_tokens(self) -> int:
+        return self.row.n_valid + self.n_new
 
 
 class Turns:
@@ -79,72 +79,76 @@ class Turns:
             put: Stores blocks.
         """
         self._size, self._origin, self._turn, self._stayed, self._put = size, origin, turn, stayed, put
-        self._turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
+        self._turns: WeakKeyDictionary[Any, dict[int, _Turn]] = WeakKeyDictionary()  # by K/V cache and row
+        self._seen: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # keys of the last layer after the last step
         self._ended: deque[_Turn] = deque()
         self._lock = forkable(threading.RLock())
 
     def begin(self, call: Call, kv_cache: Any, states: Tensor) -> None:
         """Follow a K/V cache that stored prompts have filled; `states` (B, T, D) are theirs."""
-        n_columns = states.shape[1]
-        rows = [row for row in call.rows if _may_grow(row, n_columns)]
         layers: Sequence[Any] = getattr(kv_cache, "layers", ())
-        if not rows or not is_plain_cache(kv_cache) or {type(one).__name__ for one in layers} != {"DynamicLayer"}:
+        if not is_plain_cache(kv_cache) or {type(one).__name__ for one in layers} != {"DynamicLayer"}:
             return
         light = replace(call, args=(), kwargs={}, arguments={}, mask_4d=None, beginnings=None, output=None)
         light.path = None  # type: ignore[assignment]  # it holds the K/V cache
-        n_written = [row.n_valid // self._size for row in rows]
-        turn = _Turn(
-            light,
-            rows,
-            n_written,
-            list(layers),
-            first=0,
-            seen=layers[-1].keys,
-            states=[states[:, -self._size :].clone()],
-            ids=[],
-            mask=call.arguments.get("attention_mask"),
-            positions=[],
-            new=call.requests.ids[:, :0],
-            n_columns=n_columns,
-        )
+        mask, turns = call.arguments.get("attention_mask"), list[_Turn | None]()
+        for row in call.rows:
+            if not _may_grow(row, states.shape[1]):
+                turns.append(None)
+                continue
+            own, own_mask = states[row.number, -self._size :].clone(), None if mask is None else mask[row.number]
+            n_written = row.n_valid // self._size
+            turns.append(_Turn(light, row, n_written, layers, row.number, _first(row), [own], own_mask))
+        self._follow(kv_cache, turns)
+
+    def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
+        """Follow a K/V cache into which rows of others were copied, each from its first token on, in this order."""
         with self._lock:
-            self._turns[kv_cache] = turn
-        finalize(kv_cache, self._end, turn).atexit = False
+            turns = [self._turns.get(source, {}).get(row) for source, row in rows]
+            for place, turn in enumerate(turns):
+                if turn is not None:
+                    turn.layers, turn.place, turn.column, turn.mask = kv_cache.layers, place, 0, None
+        self._follow(kv_cache, turns)
 
     def check(self, kv_cache: Any) -> None:
         """Stop following a K/V cache that was changed since its last step; called before a step."""
-        turn = self._turns.get(kv_cache)
-        if turn is not None and turn.layers[-1].keys is not turn.seen:
+        seen = None if kv_cache is None else self._seen.get(kv_cache)
+        if kv_cache is not None and seen is not None and kv_cache.layers[-1].keys is not seen:
             self._drop(kv_cache)
 
     def grow(self, arguments: Mapping[str, Any], output: Any) -> None:
         """Record a decode step, given its arguments by name, and write the blocks that it completes."""
-        kv_cache = arguments.get(CACHE)
-        turn = self._turns.get(kv_cache)
-        if turn is None:
+        kv_cache: Any = arguments.get(CACHE)
+        turns = self._turns.get(kv_cache)
+        if turns is None:
             return
-        ids, states, keys = arguments["input_ids"], last_states(output), turn.layers[-1].keys
-        n_columns = turn.n_columns + turn.n_new + ids.shape[1]
+        ids, states, keys = arguments["input_ids"], last_states(output), kv_cache.layers[-1].keys
         is_usual = all(name in _OF_STEP or value is None or value is False for name, value in arguments.items())
-        if states is None or not is_usual or keys.shape[-2] != n_columns or len(ids) != len(turn.call.rows):
+        has_grown = keys.shape[-2] == self._seen[kv_cache].shape[-2] + ids.shape[1] and len(keys) == len(ids)
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        if states is None or not (is_usual and has_grown) or (mask is not None and mask.ndim != 2):
             self._drop(kv_cache)
             return
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        ids = ids.clone()
+        positions = None if positions is None else positions.expand(len(ids), -1)
         with self._lock:
-            turn.ids.append(ids.clone())
-            turn.states.append(states)
-            turn.seen, turn.mask, turn.is_changed = keys, mask, True
-            if positions is not None:
-                turn.positions.append(positions.expand(len(ids), -1))
-            n_new = turn.n_new
-            rows = zip(turn.rows, turn.n_written, strict=True)
-            if any((row.n_valid + n_new) // self._size > n for row, n in rows) and not self._write(turn):
-                self._drop(kv_cache)
+            self._seen[kv_cache] = keys
+            for number, turn in turns.items():
+                turn.ids.append(ids[number])
+                turn.states.append(states[number])
+                turn.mask, turn.is_changed = None if mask is None else mask[number], True
+                turn.n_new += ids.shape[1]
+                if positions is not None:
+                    turn.positions.append(positions[number])
+            due = [number for number, turn in turns.items() if turn.n_tokens // self._size > turn.n_written]
+            for number in due:
+                if not self._write(turns[number]):
+                    turns.pop(number).is_changed = False
 
     def settle(self) -> None:
         """Write what is not in full blocks yet, of answers that ended and of those under way."""
         with self._lock:
-            under_way = [turn for turn in self._turns.values() if turn.is_changed]
+            under_way = [turn for turns in self._turns.values() for turn in turns.values() if turn.is_changed]
         while self._ended:
             with suppress(IndexError):  # another thread took it
                 under_way.append(self._ended.popleft())
@@ -153,103 +157,91 @@ class Turns:
                 turn.is_changed = False
                 self._write(turn, is_all=True)
 
+    def _follow(self, kv_cache: Any, turns: Sequence[_Turn | None]) -> None:
+        followed = {number: turn for number, turn in enumerate(turns) if turn is not None}
+        if followed:
+            with self._lock:
+                self._turns[kv_cache], self._seen[kv_cache] = followed, kv_cache.layers[-1].keys
+            finalize(kv_cache, self._end, kv_cache.layers, followed).atexit = False
+
     def _drop(self, kv_cache: Any) -> None:
         with self._lock:
-            turn = self._turns.pop(kv_cache, None)
-            if turn is not None:
+            self._seen.pop(kv_cache, None)
+            for turn in self._turns.pop(kv_cache, {}).values():
                 turn.is_changed = False
 
-    def _end(self, turn: _Turn) -> None:
+    def _end(self, layers: Sequence[Any], turns: Mapping[int, _Turn]) -> None:
         """Copy what is not written of a K/V cache that is being dropped. Runs in any thread at any time: no lock."""
-        if not turn.is_changed:
-            return
-        n_kept = min(2 * self._size, turn.n_columns + turn.n_new)
-        with suppress(Exception), torch.inference_mode(False), torch.no_grad():
-            turn.layers = [
-                _Columns(*(getattr(one, n)[..., -n_kept:, :].clone() for n in ("keys", "values")))
-                for one in turn.layers
-            ]
-            turn.first = turn.n_columns + turn.n_new - n_kept
-            turn.seen = None
-            self._ended.append(turn)
+        for turn in list(turns.values()):
+            if not turn.is_changed or turn.layers is not layers:  # written, or copied to another cache
+                continue
+            n_kept = min(2 * self._size, turn.n_tokens)
+            end = turn.column + turn.n_tokens
+            kept = slice(turn.place, turn.place + 1), slice(None), slice(end - n_kept, end)
+            with suppress(Exception), torch.inference_mode(False), torch.no_grad():
+                turn.layers = [_Columns(one.keys[kept].clone(), one.values[kept].clone()) for one in layers]
+                turn.place, turn.first = 0, end - n_kept
+                self._ended.append(turn)
 
     def _write(self, turn: _Turn, is_all: bool = False) -> bool:
         """Put the blocks of new tokens into the pool, with `is_all` an incomplete one too; return if they may be."""
-        if not turn.ids and not is_all:
-            return True
         if not (self._stayed(turn.call.snapshot, turn.call.scope.weights) and self._is_as_expected(turn)):
             return False
+        row, size, width = turn.row, self._size, len(turn.row.ids) // turn.row.n_valid
         if turn.ids:
-            turn.new = np.concatenate([turn.new, torch.cat(turn.ids, 1).cpu().numpy().astype(np.int64)], axis=1)
-            turn.states = [torch.cat(turn.states, 1)[:, -2 * self._size :].clone()]
+            ids = torch.cat(turn.ids).cpu().numpy()
+            turn.new += ids.astype(np.uint16 if width == 2 else np.int32).tobytes()
+            turn.states = [torch.cat(turn.states)[-2 * size :].clone()]
             turn.ids, turn.positions = [], []
-        for place, row in enumerate(turn.rows):
-            self._write_row(turn, place, row, is_all)
-        return True
-
-    def _is_as_expected(self, turn: _Turn) -> bool:
-        """Whether the steps' masks and positions are those of tokens that follow the prompts."""
-        n_new, n_pending = turn.n_new, sum(one.shape[1] for one in turn.ids)
-        if turn.mask is not None:
-            mask = turn.mask
-            if mask.ndim != 2 or mask.shape[1] not in (turn.n_columns, turn.n_columns + n_new):
-                return False
-            wanted = mask.new_zeros(mask.shape[1])
-            for row in turn.rows:
-                wanted[:] = 1
-                wanted[: _first(row)] = 0
-                if not torch.equal(mask[row.number], wanted):
-                    return False
-        elif any(row.n_valid < turn.n_columns for row in turn.rows):
-            return False
-        if turn.positions:
-            found = torch.cat(turn.positions, 1).cpu().numpy()
-            new = np.arange(n_new - n_pending, n_new)
-            return found.shape[1] == n_pending and all(
-                np.array_equal(found[row.number], (row.start or 0) + row.n_valid + new) for row in turn.rows
-            )
-        return True
-
-    def _write_row(self, turn: _Turn, place: int, row: Row, is_all: bool) -> None:
-        size, width = self._size, len(row.ids) // row.n_valid
-        ids = row.ids + turn.new[row.number].astype(np.uint16 if width == 2 else np.int32).tobytes()
-        n_tokens, first = row.n_valid + turn.new.shape[1], turn.n_written[place]
-        grown = replace(row, ids=ids, n_valid=n_tokens)
-        chain = list(links(turn.call.scope, grown, size, self._origin(row)))
-        made = {}
-        for number in range(first, len(chain)):
-            slab = self._copy(turn, row, number * size, (number + 1) * size)
+        grown = replace(row, ids=row.ids + turn.new, n_valid=turn.n_tokens)
+        chain, made = list(links(turn.call.scope, grown, size, self._origin(row))), dict[str, Block]()
+        for number in range(turn.n_written, len(chain)):
+            slab = self._copy(turn, number * size, (number + 1) * size)
             made[chain[number].key] = Block(chain[number].ids, turn.call.scope, slab, 0, size)
-        turn.n_written[place] = len(chain)
-        begin = len(chain) * size
-        if is_all and chain and n_tokens > max(begin, row.n_valid):
-            rest = replace(grown, ids=ids[begin * width :], n_valid=n_tokens - begin)
+        turn.n_written, begin = len(chain), len(chain) * size
+        if is_all and chain and turn.n_tokens > max(begin, row.n_valid):
+            rest = replace(grown, ids=grown.ids[begin * width :], n_valid=turn.n_tokens - begin)
             scope = replace(turn.call.scope, attention=f"{turn.call.scope.attention} after {chain[-1].key}")
-            (end,) = links(scope, rest, n_tokens - begin, 0)  # a key of its own
-            made[end.key] = Block(end.ids, turn.call.scope, self._copy(turn, row, begin, n_tokens), 0, n_tokens - begin)
+            (end,) = links(scope, rest, rest.n_valid, 0)  # a key of its own
+            slab = self._copy(turn, begin, turn.n_tokens)
+            made[end.key] = Block(end.ids, turn.call.scope, slab, 0, rest.n_valid)
             chain.append(end)
         if made:
             self._put(turn.call, chain, made)
+        return True
 
-    def _copy(self, turn: _Turn, row: Row, begin: int, end: int) -> Slab:
-        """Copy tokens of a row from `begin` to before `end`, as normal tensors, with keys as in blocks."""
-        columns = slice(_first(row) + begin - turn.first, _first(row) + end - turn.first)
-        n_held = row.n_valid + turn.new.shape[1]
-        states = turn.states[-1]
-        own = slice(states.shape[1] - (n_held - begin), states.shape[1] - (n_held - end))
-        only = slice(row.number, row.number + 1)
+    def _is_as_expected(self, turn: _Turn) -> bool:
+        """Whether the steps' masks and positions are those of tokens that follow the prompt."""
+        if turn.mask is not None:
+            wanted = torch.zeros_like(turn.mask)
+            wanted[turn.column : turn.column + turn.n_tokens] = 1
+            if not torch.equal(turn.mask, wanted):
+                return False
+        elif turn.column:
+            return False
+        if turn.positions:
+            found, last = torch.cat(turn.positions).cpu().numpy(), (turn.row.start or 0) + turn.n_tokens
+            return bool(np.array_equal(found, np.arange(last - sum(map(len, turn.ids)), last)))
+        return True
+
+    def _copy(self, turn: _Turn, begin: int, end: int) -> Slab:
+        """Copy a row's tokens from `begin` to before `end`, as normal tensors, with keys as in blocks."""
+        only, at = slice(turn.place, turn.place + 1), turn.column - turn.first
+        columns = slice(at + begin, at + end)
+        (states,) = turn.states
+        own = slice(len(states) - (turn.n_tokens - begin), len(states) - (turn.n_tokens - end))
         with torch.inference_mode(False), torch.no_grad():
             keys, values = (
                 torch.cat([getattr(layer, name)[only, :, columns] for layer in turn.layers])
                 for name in ("keys", "values")
             )
-            slab = Slab(keys, values, states[only, own].clone())
-        return self._turn(slab, self._origin(row) - (row.start or 0))
+            slab = Slab(keys, values, states[None, own].clone())
+        return self._turn(slab, self._origin(turn.row) - (turn.row.start or 0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The last columns of a layer's K/V (B, H, n, D_h)."""
+    """The last columns of a layer's K/V (1, H, n, D_h)."""
 
     keys: Tensor
     values: Tensor
