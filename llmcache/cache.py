@@ -28,7 +28,7 @@ from llmcache.request.rows import checked_namespace
 from llmcache.reuse.answers import Reading, read_logits
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.reuse.calibration.calibration import Calibration
-from llmcache.reuse.calibration.inputs import Requests, encoded, is_text
+from llmcache.reuse.calibration.inputs import Requests, encoded, is_text, prompts_of
 from llmcache.reuse.calibration.risk_target import Metric
 from llmcache.reuse.call import Rung
 from llmcache.reuse.observation import Observation
@@ -366,6 +366,28 @@ class LLMCache:
             return args, kwargs
         inputs = encoded(args[0], self._tokenizer, self._backend.trunk)
         return ((inputs,), kwargs) if takes_dict(self.model) else ((), {**inputs, **kwargs})
+
+    def prefill(self, prompts: str | Sequence[Any] | torch.Tensor) -> int:
+        """Compute what prompts will begin with, such as a system prompt or documents, and keep it for them.
+
+        Each counts as a request. It is kept in the current namespace, and evicted like any other prompt.
+
+        Args:
+            prompts: A text, to which the tokenizer adds its special tokens; token ids, a sequence or tensor of integers
+                (T,); messages, which the chat template formats without the start of an answer; or a list of these. The
+                last token of a text may be another one where text follows.
+
+        Returns:
+            How many tokens are held now, of each prompt from its first token on, summed over the prompts. Fewer than
+            they have if `max_bytes` does not suffice.
+
+        Raises:
+            ConfigError: A text or messages without the tokenizer (see `wrap`); an empty prompt; the cache has `tau` or
+                holds no prefixes; or the call bypasses the cache.
+            WrapError: The cache was unwrapped.
+            Exception: Any error that the model raises.
+        """
+        return self._installed_core.prefill(prompts_of(prompts, self._tokenizer))
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""

@@ -197,6 +197,22 @@ class Core:
         by_layer = {last: n_hits} if (n_hits := counted.n_layers_skipped // self.wrapped.trunk.depth) else {}
         return replace(counted, hits_by_layer=by_layer, reuses_by_layer=by_layer)
 
+    def prefill(self, prompts: Iterable[Sequence[int]]) -> int:
+        """Compute prompts with their K/V; return how many of their first tokens are held. See `LLMCache.prefill`."""
+        forward, n_held = self.forward, 0
+        if (prefix := forward.prefix) is None or self.wrapped.config.prefix is None:
+            raise ConfigError("prefill: this cache holds no prefixes: wrap a causal model, without prefix=False")
+        for ids in prompts:
+            inputs = {"input_ids": torch.tensor([ids], device=device_of(self.trunk.module)), "use_cache": True}
+            run = partial(self.trunk.module, **inputs)
+            with torch.inference_mode():
+                run()
+                if (reason := forward.last[0].bypassed) is not None:
+                    raise ConfigError(f"prefill: not kept ({reason}): {CURES[reason]}")
+                call = forward.prepared.look_up(run)
+            n_held += prefix.n_held(call.rows[0], call.scope) if isinstance(call, Call) else 0
+        return n_held
+
     def clear(self, namespace: str | None = None) -> int:
         """Forget a namespace (None: all) and any calibration with sources in it; return the number of requests.
 

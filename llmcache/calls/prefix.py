@@ -219,6 +219,8 @@ class Prefix:
 
     def n_held(self, row: Row, scope: Scope) -> int:
         """Return how many of a request's first tokens are held."""
+        if self.blocks.whole(row.key, row.ids):
+            return row.n_valid
         if row.start is None or not row.n_valid:
             return 0
         chain = links(scope, row, self.blocks.size, self._origin(row))

@@ -95,6 +95,30 @@ def encoded(texts: str | list[str], tokenizer: Any, trunk: Trunk) -> dict[str, T
     return {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
 
 
+def prompts_of(given: Any, tokenizer: Any) -> list[list[int]]:
+    """Return token ids of prompts: of a text, token ids, messages for the chat template, or a list of these.
+
+    Raises:
+        ConfigError: There are no tokens, or no tokenizer for a text or messages.
+    """
+    given = given.tolist() if isinstance(given, Tensor) else given
+    is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int | Mapping))
+    return [_ids_of_prompt(one, tokenizer) for one in ([given] if is_one else given)]
+
+
+def _ids_of_prompt(prompt: Any, tokenizer: Any) -> list[int]:
+    prompt = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if len(prompt) == 0:
+        raise ConfigError("a prompt is empty: give at least one token")
+    if isinstance(prompt[0], int):
+        return [int(token) for token in prompt]
+    if tokenizer is None:
+        raise ConfigError("a text or a chat needs the tokenizer: give it to wrap(), tokenizer=..., or give token ids")
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer.apply_chat_template(list(prompt), tokenize=True, return_dict=False))
+
+
 def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_words: int | None) -> None:
     """Refuse token ids that the model cannot take, and inputs without token ids."""
     ids = inputs.get("input_ids")
