@@ -33,7 +33,7 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import DECIDING, count_rows
-from llmcache.models.hooks import Distinct, Swap
+from llmcache.models.hooks import Distinct, Swap, are_hooked
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.sentences import Compute, deferred
@@ -118,7 +118,7 @@ class Exact:
             self._stored.recall(call, rows)
         found = self._bank.find(rows)
         for row, entry in zip(rows, found, strict=True):
-            if entry is not None:
+            if entry is not None and (entry.padding or not call.reads_padding(row)):
                 padding = entry.padding if entry.layout == row.layout else ()
                 call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
         if self._stored is not None:
@@ -268,7 +268,8 @@ class Rows(Path):
             if self._is_cheap(call, row):
                 continue
             if not row.bypass_reason and (call.is_collected or row.same_as not in call.computed):
-                keeps_padding = row.has_layout or bool(row.layout)
+                is_padding_made = call.beginnings is None or call.reads_padding(row)
+                keeps_padding = bool(row.layout) or (row.has_layout and is_padding_made)
                 fields, padding = packing.take(call.output, place, row.valid, keeps_padding, self._device)
                 call.entries[number] = Entry(row.key, call.scope, fields, padding, row.layout)
         if not call.is_collected:
@@ -435,6 +436,7 @@ class CachedForward(Swap, ContextFlags):
         started, n_read = perf_counter(), self.n_read.get()
         self.n_read.set(None)  # the head set it for its own trunk call, which is the first
         try:
+            n_read = None if are_hooked([self._trunk.module]) else n_read
             call = self._read(args, kwargs, n_read, is_collected)
         except Exception as error:
             self._counters.error("read a call", error)

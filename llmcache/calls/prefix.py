@@ -42,7 +42,7 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.blocks.slabs import slab_blocks
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
-from llmcache.models.hooks import Distinct, are_hooked
+from llmcache.models.hooks import Distinct
 from llmcache.models.masks import cut
 from llmcache.models.output_formats import OutputFormats, name_of, type_of
 from llmcache.models.packing import STATES, padding_of, parts_of
@@ -79,7 +79,6 @@ class Prefix:
         config, trunk = wrapped.config, wrapped.trunk
         self._causal = wrapped.causal
         self._cuts = config.prefix is not None and self._causal.cuts
-        self._heeds_mask = wrapped.head.pooled is not None or wrapped.head.reads == "pooled"
         self._stored, self._is_exact, self._counters = stored, config.serves_exact, wrapped.counters
         self._trunk, self.blocks, self._arguments, self._eager = trunk, blocks, arguments, eager
         self.depth = trunk.depth
@@ -162,7 +161,11 @@ class Prefix:
             (row, key) for row in call.rows if not row.bypass_reason for key in (row.key, row.duplicate_key) if key
         ]
         if self._is_exact and self.kinds.knows(call.kind):
-            prefill.whole = {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
+            prefill.whole = {
+                row.number: (key, held)
+                for row, key in tried
+                if (held := self.blocks.whole(key, row.ids)) and (held[-1].padding or not call.reads_padding(row))
+            }
         if self._stored is not None and self._stored.tier.has_dropped:
             for number, (key, held) in prefill.whole.items():
                 keys = [link.key for link in self._chain(call, prefill, call.rows[number])[: len(held) - 1]]
@@ -278,14 +281,7 @@ class Prefix:
         """Whether a row is computed as it is: its tokens are not consecutive, or its padding may be read."""
         if row.bypass_reason or row.start is None or not row.n_valid or not isinstance(row.valid, slice):
             return True
-        n_tokens = call.arguments["input_ids"].shape[1]
-        if row.n_valid == n_tokens:
-            return False
-        if call.n_read is None:
-            is_read = not self._heeds_mask
-        else:
-            is_read = not (row.valid.start <= n_tokens - call.n_read and row.valid.stop == n_tokens) and call.n_read > 0
-        return row.is_misread or is_read or are_hooked([self._trunk.module])
+        return row.n_valid < call.arguments["input_ids"].shape[1] and (row.is_misread or call.reads_padding(row))
 
     def _branch(self, call: Call, row: Row, n_known: int, known: Known, n_wanted: int) -> Branch:
         ids = call.requests.ids[row.number, row.valid]

@@ -89,6 +89,13 @@ class Call:
     computing_s: float = 0.0
     storing_s: float = 0.0
 
+    def reads_padding(self, row: Row) -> bool:
+        """Whether the states of a row's padding may be read, so that they must be the model's."""
+        if not row.has_layout or self.n_read is None or not isinstance(row.valid, slice):
+            return row.has_layout
+        n_tokens = self.requests.ids.shape[1]
+        return self.n_read > 0 and not (row.valid.start <= n_tokens - self.n_read and row.valid.stop == n_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Bypass:

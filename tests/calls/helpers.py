@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.contract.judge import ask, check_same
+from tests.contract.judge import ask, check_same, uncomputed
 from tests.tiny_models import CLASSIFIERS, Make, build, padded, states
 
 X = padded([6, 4])
@@ -35,7 +35,7 @@ def run(model: nn.Module, **inputs: Any) -> Tensor:
 
 def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> None:
     """Assert that a wrapped model answers as the plain one does."""
-    check_same(cache(**inputs), ask(alone, **inputs))
+    check_same(cache(**inputs), ask(alone, **inputs), padding=uncomputed(alone, inputs))
 
 
 def rungs(cache: LLMCache) -> list[str | None]:

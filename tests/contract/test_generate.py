@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmcache import LLMCache
 from llmcache.generation import Chat, Sampling, decode_step, generate, prefill, stream
-from tests.contract.judge import ask, check_same
+from tests.contract.judge import ask, check_same, uncomputed
 from tests.contract.models import fresh, plain, wrapped
 from tests.tiny_models import batch, padded, tokenizer, tokens
 
@@ -75,11 +75,12 @@ def kind_of(family: str) -> str:
 
 def check_tokens(family: str, inputs: Any = LEFT, is_served: bool = True, **how: Any) -> None:
     """Generate cold and warm; compare all that is returned with the plain model's."""
-    expected = write(plain(family, kind_of(family)), inputs, **how)
+    model = plain(family, kind_of(family))
+    expected, padding = write(model, inputs, **how), uncomputed(model, inputs)
     with wrapped(family, kind_of(family)) as cache:
         for turn in ("cold", "warm"):
             before = cache.stats().n_hits
-            check_same(write(cache.model, inputs, **how), expected, where=turn)
+            check_same(write(cache.model, inputs, **how), expected, where=turn, padding=padding)
         assert not is_served or cache.stats().n_hits > before
 
 

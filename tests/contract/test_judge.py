@@ -45,3 +45,19 @@ def test_what_is_alike_passes() -> None:
     check_same(kv(1.0), kv(1.0), exact=True)
     with pytest.raises(AssertionError):
         check_same(HERE + 1e-6, HERE, exact=True)
+
+
+def test_padding_may_be_left_out_and_nothing_else() -> None:
+    """Zeros pass at padding that is not read; other values, and zeros elsewhere, do not."""
+    padding, whole = torch.tensor([[True, True, False]]), torch.ones(1, 3, 4)
+    for n, n_columns in ((1, 3), (2, 3), (1, 2)):
+        found = whole[:, -n_columns:].clone()
+        found[:, :n] = 0
+        check_same(found, whole[:, -n_columns:], padding=padding)
+    for column, value in ((0, 0.5), (2, 0.0)):
+        found = whole.clone()
+        found[:, column] = value
+        with pytest.raises(AssertionError):
+            check_same(found, whole, padding=padding)
+    with pytest.raises(AssertionError):
+        check_same(torch.zeros(1, 3, 4), whole)
