@@ -223,23 +223,11 @@ class Rows(Path):
         return made
 
     def _compute(self, call: Call, numbers: Sequence[int]) -> Any:
-        """Run the engine on rows of a call, given by number."""
-        started, prefix = perf_counter(), self._forward.prefix
-        call.beginnings = None if prefix is None else prefix.share(call, numbers)
-        try:
-            call.output = self._run(call, numbers) if call.beginnings is None else call.beginnings.answer(call)
-        except Exception as error:
-            if call.beginnings is None:
-                raise
-            call.beginnings = None
-            call.output = self._run(call, numbers)  # an error of the model is raised again here
-            self._counters.error("share beginnings", error)
-        call.computing_s = perf_counter() - started
-        call.computed = {number: place for place, number in enumerate(numbers)}
-        return call.output
-
-    def _run(self, call: Call, numbers: Sequence[int]) -> Any:
-        """Run the engine on rows of a call as they are."""
+        """Compute rows of a call, given by number."""
+        started, call.computed = perf_counter(), {number: place for place, number in enumerate(numbers)}
+        if self._forward.prefix is not None and self._share_beginnings(call, self._forward.prefix):
+            call.computing_s = perf_counter() - started
+            return call.output
         args, kwargs, arguments = call.args, call.kwargs, self._forward.arguments
         if len(numbers) < len(call.rows):
             index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
@@ -249,7 +237,21 @@ class Rows(Path):
                     args, kwargs = arguments.replace(args, kwargs, name, value.index_select(0, index))
         if self._forward.signatures.keeps_no_kv:
             args, kwargs = arguments.replace(args, kwargs, "use_cache", False)
-        return call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
+        call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
+        call.computing_s = perf_counter() - started
+        return call.output
+
+    def _share_beginnings(self, call: Call, prefix: Prefix) -> bool:
+        """Compute rows of a causal model together, where they share beginnings; return False if that does not pay."""
+        call.beginnings = prefix.share(call, [*call.computed])
+        if call.beginnings is None:
+            return False
+        try:
+            call.output = call.beginnings.answer(call)
+        except Exception as error:  # if it is the model's, the plain run raises it again
+            call.beginnings = None
+            self._counters.error("share beginnings", error)
+        return call.beginnings is not None
 
     def store(self, call: Call, output: Any) -> str | None:
         n_tokens = call.arguments["input_ids"].shape[1]
@@ -265,7 +267,7 @@ class Rows(Path):
             call.beginnings.store(call, call.output)
         for number, place in call.computed.items():
             row = call.rows[number]
-            if self._is_cheap(call, row):
+            if call.beginnings is not None and self._is_cheap(call, call.beginnings, row):
                 continue
             if not row.bypass_reason and (call.is_collected or row.same_as not in call.computed):
                 is_padding_made = call.beginnings is None or call.reads_padding(row)
@@ -280,12 +282,12 @@ class Rows(Path):
                 self._stored.put(call, call.entries.values())
         return None
 
-    def _is_cheap(self, call: Call, row: Row) -> bool:
+    def _is_cheap(self, call: Call, beginnings: Path, row: Row) -> bool:
         """Whether no more than a block of a row had to be computed, as in each step of a decoding without K/V."""
         prefix = self._forward.prefix
-        if prefix is None or call.beginnings is None or self._payload.fits_any_length:
+        if prefix is None or self._payload.fits_any_length:
             return False
-        return call.beginnings.outcome(call, row).n_prefix + prefix.blocks.size >= row.n_valid
+        return beginnings.outcome(call, row).n_prefix + prefix.blocks.size >= row.n_valid
 
     def n_computed(self, call: Call) -> int:
         return count_tokens(call, call.computed) if call.beginnings is None else call.beginnings.n_computed(call)
@@ -436,7 +438,8 @@ class CachedForward(Swap, ContextFlags):
         started, n_read = perf_counter(), self.n_read.get()
         self.n_read.set(None)  # the head set it for its own trunk call, which is the first
         try:
-            n_read = None if are_hooked([self._trunk.module]) else n_read
+            if n_read is not None and are_hooked([self._trunk.module]):
+                n_read = None
             call = self._read(args, kwargs, n_read, is_collected)
         except Exception as error:
             self._counters.error("read a call", error)
