@@ -137,3 +137,11 @@ def with_states(output: Any, states: Tensor) -> Any:
         return (states, *output[1:])
     output[STATES] = states
     return output
+
+
+def with_cache(output: Any, kv_cache: Any) -> Any:
+    """Return an output of states and K/V with another K/V cache."""
+    if isinstance(output, tuple):
+        return (output[0], kv_cache)
+    output[CACHE] = kv_cache
+    return output

@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
 from llmcache.calls.chunks import Chunks
-from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last_states, put, with_states
+from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last_states, put, with_cache, with_states
 from llmcache.calls.stored_blocks import StoredBlocks, Wanted, block_name
 from llmcache.calls.stored_entries import entry_name
 from llmcache.calls.tree import PAYS, Branch, Columns, Known, Part, Pool, Tree
@@ -47,7 +47,7 @@ from llmcache.models.masks import cut
 from llmcache.models.output_formats import OutputFormats, name_of, type_of
 from llmcache.models.packing import STATES, padding_of, parts_of
 from llmcache.models.rope import rotate
-from llmcache.request.bypass import find_reason_of_cache
+from llmcache.request.bypass import find_reason_of_cache, keeps_windows
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.call import Call, Path, count_tokens
@@ -94,13 +94,17 @@ class Prefix:
 
     def open(self, call: Call) -> "Prefill | str":
         """Return the path of a call that keeps K/V, or the reason for a bypass."""
-        passed = call.arguments
-        kv_cache = passed.get(CACHE)
+        passed, refusals = call.arguments, call.state.kv_refusals
+        kv_cache, windowed = passed.get(CACHE), None
         if kv_cache is None:
             kv_cache = self._new_cache(call)
-            reason = call.state.kv_refusals.get(False)
+            reason = refusals.get(False)
+            if kv_cache is not None and any(self._causal.windows):
+                windowed = DynamicCache(config=self._trunk.config)
+        elif self._cuts and keeps_windows(kv_cache):
+            kv_cache, windowed, reason = DynamicCache(), kv_cache, refusals.get(True)
         else:
-            reason = call.state.kv_refusals.get(True) or find_reason_of_cache(kv_cache)
+            reason = refusals.get(True) or find_reason_of_cache(kv_cache)
             if not (reason or _has_room(kv_cache, passed["input_ids"].shape[1])):
                 reason = "kv_cache_kind"
         if reason:
@@ -109,7 +113,7 @@ class Prefix:
             return "token_types"
         if self.kinds.get(call.kind, ()) is None:
             return "more_output"
-        return Prefill(self, kv_cache, self._has_chains(call), range(len(call.rows)))
+        return Prefill(self, kv_cache, self._has_chains(call), range(len(call.rows)), windowed=windowed)
 
     def share(self, call: Call, numbers: Sequence[int]) -> "Prefill | None":
         """Return the plan for rows of a call that keeps no K/V; None if they do not share beginnings."""
@@ -133,15 +137,17 @@ class Prefix:
         return prefill
 
     def _has_chains(self, call: Call) -> bool:
-        is_as_wrapped = call.causal == self._causal
-        return is_as_wrapped and not (call.is_activated or call.is_coupled or call.state.sees_later)
+        is_padding_known = call.causal.knows_padding or call.requests.valid is None
+        is_known = is_padding_known and call.causal == self._causal
+        return is_known and not (call.is_activated or call.is_coupled or call.state.sees_later)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
         refusals = call.state.kv_refusals
         if False not in refusals:
             if call.causal.makes_dynamic_cache:
-                refusals[False] = find_reason_of_cache(DynamicCache(config=self._trunk.config))
+                usual: Any = DynamicCache(config=self._trunk.config)
+                refusals[False] = "" if self._cuts and keeps_windows(usual) else find_reason_of_cache(usual)
             elif self.kinds.knows(call.kind) and (known := self.kinds[call.kind]) and known[2]:
                 refusals[False] = ""
         return DynamicCache() if refusals.get(False) == "" else None
@@ -316,6 +322,9 @@ class Prefix:
 
         Within `chunked`, the trunk is run in chunks. Errors raised between chunks are raised here.
         """
+        return self._hand_over(prefill, self._serve(call, prefill))
+
+    def _serve(self, call: Call, prefill: "Prefill") -> Any:
         started, chunks = perf_counter(), self._chunks.get()
         try:
             return self._answer(call, prefill)
@@ -327,6 +336,14 @@ class Prefix:
             return self._answer(call, prefill)
         finally:
             call.computing_s = perf_counter() - started
+
+    def _hand_over(self, prefill: "Prefill", output: Any) -> Any:
+        """Fill a caller's K/V cache that keeps windows with all columns, of which it keeps the last."""
+        if prefill.windowed is None:
+            return output
+        for number, layer in enumerate(prefill.kv_cache.layers):
+            prefill.windowed.update(layer.keys, layer.values, number)
+        return with_cache(output, prefill.windowed) if len(output) > 1 else output
 
     def _run(self, call: Call, prefill: "Prefill", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chunks = self._chunks.get()
@@ -482,12 +499,15 @@ class Prefix:
         """Keep the K/V of what is generated after the prompts of a call that keeps K/V."""
         prefill, states = call.path, last_states(output)
         if self._cuts and isinstance(prefill, Prefill) and prefill.has_chains and states is not None:
-            self.turns.begin(call, prefill.kv_cache, states)
+            kv_cache = prefill.kv_cache if prefill.windowed is None else prefill.windowed
+            self.turns.begin(call, kv_cache, states)
 
     def _check_kv(self, call: Call, prefill: "Prefill", output: Any, states: Tensor) -> str:
         """Take the K/V cache that the trunk returned; return why it cannot be kept with these states, "" if it can."""
         parts = parts_of(output)
-        kv_cache = prefill.kv_cache = parts.get(CACHE, parts.get(1, prefill.kv_cache))
+        kv_cache = prefill.kv_cache
+        if prefill.windowed is None:
+            kv_cache = prefill.kv_cache = parts.get(CACHE, parts.get(1, prefill.kv_cache))
         if reason := find_reason_of_cache(kv_cache):
             return reason
         is_alike = states.shape[:2] == call.arguments["input_ids"].shape
@@ -621,6 +641,7 @@ class Prefill(Path):
     has_chains: bool  # its rows may share prefixes with other requests
     numbers: Sequence[int]  # its rows
     hands_out: bool = True  # its K/V is the caller's
+    windowed: Any = None  # the caller's K/V cache if its layers keep windows; `kv_cache` keeps all columns
     chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)  # and by namespace, None: own
     whole: Mapping[int, tuple[str, Any]] = field(default_factory=dict)  # key and blocks of rows that are stored whole
     served_tokens: Mapping[int, int] = field(default_factory=dict)  # how many of a row are not computed for it

@@ -47,6 +47,7 @@ class Causal:
         is_causal: A later token does not change the states of earlier ones, and the trunk fills a `DynamicCache`: one
             column of K/V per token, in every layer.
         cuts: After a beginning whose K/V is known, the rest of a row has the states that it has in the whole row.
+            Without `knows_padding`: if the call has no padding.
         packs: `run_segments` gives each segment the states that it has alone.
         knows_padding: Tokens that the mask leaves out affect others only by their number, and not if positions are
             passed.
@@ -144,8 +145,6 @@ class _Trial:
         if len(self._kv) != self._trunk.depth or shapes != {self._ids.shape}:
             return replace(found, reason="it keeps something else than one column of K/V per token and layer")
         found = replace(found, is_causal=True, makes_dynamic_cache=_shows(self._makes_dynamic_cache))
-        if not found.knows_padding:
-            return replace(found, reason="tokens that the mask leaves out affect others")
         if not _shows(self._cuts):
             return replace(found, reason="the rest of a row comes out differently after a known beginning")
         return replace(found, cuts=True, packs=_shows(self._packs), rotates=self._find_rotation(), reason="")

@@ -436,12 +436,22 @@ def listen(module: nn.Module, receive: Callable[[Any], Any]) -> Callable[[], Non
 
 
 def find_lm_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
-    """Return transformers' language-model head directly around the trunk, if it can compute the last logits alone."""
+    """Return transformers' language-model head around the trunk, if it can compute the last logits alone.
+
+    Directly around it, or around a model that only holds it.
+    """
     for module in model.modules():
         is_hf = type(module).__module__.startswith("transformers.")
-        if is_hf and trunk.module in module.children() and _LOGITS_TO_KEEP in Arguments(module.forward).names:
+        within = [one for child in module.children() for one in (child, *_alone(child))]
+        if is_hf and trunk.module in within and _LOGITS_TO_KEEP in Arguments(module.forward).names:
             return module
     return None
+
+
+def _alone(module: nn.Module) -> Sequence[nn.Module]:
+    """Return the part of a module that has no other."""
+    parts = list(module.children())
+    return parts if len(parts) == 1 else ()
 
 
 def find_logits(lm_head: Any) -> nn.Module | None:

@@ -66,8 +66,8 @@ CURES: dict[str, str] = {
     "enough); pass one text a row, or an attention mask",
     "unknown_argument": "an argument besides tokens, mask, types and positions may change the hidden states: leave out "
     "arguments that have their default values",
-    "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
-    "stored states: pass past_key_values=DynamicCache(), made without the model's config",
+    "kv_cache_kind": "this kind of K/V cache (quantised, offloaded, of fixed length with a sliding window) cannot be "
+    "filled from stored states: pass past_key_values=DynamicCache()",
     "kv_layout": "this model does not keep K/V as one column per token in each layer (it adds tokens of its own, "
     "shares K/V between layers, or keeps states of linear attention, convolutions or an encoder), so no prompt can be "
     "cut off or restored: pass use_cache=False where no K/V is needed",
@@ -103,7 +103,8 @@ MISSES: dict[str, str] = {
 
 #: Class names of layers that keep the K/V of all tokens as they are, and their endings if K/V is all that they keep.
 _OF_PLAIN_KV = ("DynamicLayer", "StaticLayer")
-_OF_KV = (*_OF_PLAIN_KV, "DynamicSlidingWindowLayer", "StaticSlidingWindowLayer", "QuantizedLayer")
+_OF_WINDOW = "DynamicSlidingWindowLayer"
+_OF_KV = (*_OF_PLAIN_KV, _OF_WINDOW, "StaticSlidingWindowLayer", "QuantizedLayer")
 _BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _PLAIN = (bool, int, float, str)
 
@@ -161,6 +162,13 @@ def is_plain_cache(cache: Any) -> bool:
     layers = getattr(cache, "layers", None)
     is_known = type(cache).__name__ in ("DynamicCache", "StaticCache") and not getattr(cache, "offloading", False)
     return is_known and layers is not None and all(type(one).__name__ in _OF_PLAIN_KV for one in layers)
+
+
+def keeps_windows(cache: Any) -> bool:
+    """Whether some layers of a growing K/V cache keep the last tokens alone, and the others all, as they are."""
+    kinds = {type(one).__name__ for one in getattr(cache, "layers", None) or ()}
+    is_known = type(cache).__name__ == "DynamicCache" and not getattr(cache, "offloading", False)
+    return is_known and _OF_WINDOW in kinds and kinds <= {_OF_WINDOW, "DynamicLayer"}
 
 
 def find_reason_of_cache(cache: Any) -> str:
