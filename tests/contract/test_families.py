@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from llmcache import LLMCache, UnsupportedModelError
 from tests.contract import judge
-from tests.contract.judge import ask, check_same
+from tests.contract.judge import ask, check_same, uncomputed
 from tests.contract.models import FAMILIES, SIZES, fresh, inputs_of, plain, rows, wrapped
 from tests.tiny_models import VOCABULARY, batch, padded, tokens
 
@@ -143,7 +143,8 @@ def test_prompts_that_begin_alike(family: str) -> None:
         assert told == [0, 0, 0] or all(told)
         assert cache.stats().hits["prefix"] >= 3 and cache.stats().n_prefix_tokens >= 3 * 32
         inputs = batch([STEM, BRANCHES[0][:, :44]], left=True)
-        check_same(ask(cache.model, **inputs, logits_to_keep=1), ask(model, **inputs, logits_to_keep=1))
+        expected, padding = ask(model, **inputs, logits_to_keep=1), uncomputed(model, inputs)
+        check_same(ask(cache.model, **inputs, logits_to_keep=1), expected, padding=padding)
 
 
 # -- K/V of other kinds ------------------------------------------------------------------------------------------------

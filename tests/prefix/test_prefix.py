@@ -31,23 +31,24 @@ ROWS = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 2
 def test_rows_with_different_prefixes_and_padding(gpt2: Any, left: bool) -> None:
     inputs = batch(ROWS, left)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    plain = run(gpt2, **inputs).logits
+    plain, valid, known = run(gpt2, **inputs).logits, inputs["attention_mask"].bool(), [20, 9, 16, 12]
     cache = wrapped(gpt2, STEM)
-    close(cache(**inputs).logits, plain)
-    # Padding on the left is computed, and so is everything after it.
-    assert [outcome.n_prefix for outcome in cache.last] == ([0, 0, 0, 0] if left else [9, 9, 9, 9])
+    close(cache(**inputs).logits[valid], plain[valid])
+    assert [outcome.n_prefix for outcome in cache.last] == known
     cache.clear()
     cache(STEM)
     close(cache(**inputs, logits_to_keep=1).logits, plain[:, -1:])
-    # Known are 20, 9, 16 and 12 tokens; with padding on the left they end in columns 22, 18, 24 and 12.
-    assert [outcome.n_prefix for outcome in cache.last] == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
+    # On the right, the head reads padding of three rows; of the fourth, 12 of all 96 columns are known.
+    assert [outcome.n_prefix for outcome in cache.last] == (known if left else [0] * 4)
+    assert left or [outcome.missed for outcome in cache.last] == ["padding"] * 3 + ["too_short"]
     assert cache.stats().errors == 0
 
 
 @pytest.mark.parametrize("asked", ["loss", "all logits", "two logits", "the trunk"])
 @pytest.mark.parametrize("left", [True, False])
-def test_columns_with_padding_are_cut_only_where_nobody_reads_them(llama: Any, asked: str, left: bool) -> None:
+def test_padding_is_left_out_only_where_nobody_reads_it(llama: Any, asked: str, left: bool) -> None:
     inputs = batch([branch(STEM, 20, 22, seed=0), STEM[:, :16]], left)
+    inputs["input_ids"][inputs["attention_mask"] == 0] = 7  # the states of token 0 are zeros
     more: dict[str, Any] = {"loss": {"labels": inputs["input_ids"]}, "two logits": {"logits_to_keep": 2}}.get(asked, {})
     called = llama.model if asked == "the trunk" else llama
     plain = run(called, **inputs, **more)
@@ -57,13 +58,15 @@ def test_columns_with_padding_are_cut_only_where_nobody_reads_them(llama: Any, a
         assert cache.stats().errors == 0
     for name in ("loss", "logits", "last_hidden_state"):
         if name in plain and plain[name] is not None:
-            close(served[name], plain[name])
+            where = inputs["attention_mask"].bool() if asked == "all logits" else ...
+            close(served[name][where], plain[name][where])
 
 
 @pytest.mark.parametrize("who", ["a hook of the head", "a hook of the trunk"])
 def test_padding_is_computed_where_others_than_the_head_read_it(llama: Any, who: str) -> None:
     prompts = [tokens(1, 16), tokens(1, 8, seed=5)]
     inputs = batch(prompts, left=True)
+    inputs["input_ids"][1, :8] = 7  # the states of token 0 are zeros
     plain = run(llama.model, **inputs).last_hidden_state
     seen: list[Tensor] = []
     with wrapped(llama, *prompts) as cache:
@@ -81,11 +84,12 @@ def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(llama: Any) 
     plain = run(llama, **inputs).logits
     cache = wrapped(llama, STEM)
     close(cache(**inputs, logits_to_keep=4).logits, plain[:, -4:])
-    assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
+    assert [outcome.n_prefix for outcome in cache.last] == [0, 20]  # padding that is read is computed
     cache.clear()
     cache(STEM)
-    close(cache(**inputs).logits, plain)
-    assert [outcome.n_prefix for outcome in cache.last] == [8, 8]  # padding that may be read is computed
+    where = inputs["attention_mask"].bool()
+    close(cache(**inputs).logits[where], plain[where])
+    assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
 
 
 def test_a_mask_that_is_not_causal_is_left_to_the_model(llama: Any) -> None:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from llmcache.calls.tree import _STEP, Branch, Columns, Part, Tree
 from tests.contract.judge import check_same, uncomputed
-from tests.prefix.prompts import BLOCK, FAMILIES, branch, close, fail_once, plainly, run, wrapped
+from tests.prefix.prompts import FAMILIES, branch, close, fail_once, plainly, run, wrapped
 from tests.tiny_models import batch, build, tokens
 from tests.tiny_models import llama as llama_config
 
@@ -125,8 +125,7 @@ def inputs_of(rows: list[Tensor], padding: str, positions: str) -> dict[str, Ten
     return inputs
 
 
-@pytest.mark.parametrize("positions", ["none", "counted"])
-@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize(("padding", "positions"), [("left", "none"), ("left", "counted"), ("right", "none")])
 @pytest.mark.parametrize("what", ROWS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_kv_are_the_plain_models(family: str, what: str, padding: str, positions: str) -> None:
@@ -324,7 +323,7 @@ def test_a_store_has_what_the_rows_of_a_batch_share(tmp_path: Path, use_cache: b
 
 def test_what_is_purged_or_of_another_namespace_serves_no_row(llama: Any) -> None:
     cache = wrapped(llama)
-    cold, first = [0, 24, 24], SHARED[:1]
+    cold = [0, 24, 24]
 
     def served(ids: Tensor = SHARED) -> list[int]:
         plain = plainly(cache, ids).logits
