@@ -118,7 +118,7 @@ class Exact:
             self._stored.recall(call, rows)
         found = self._bank.find(rows)
         for row, entry in zip(rows, found, strict=True):
-            if entry is not None and (entry.padding or not call.reads_padding(row)):
+            if entry is not None and not (row.has_layout and not entry.padding and call.reads_padding(row)):
                 padding = entry.padding if entry.layout == row.layout else ()
                 call.hits[row.number] = Hit("exact", entry.key, entry.fields, padding)
         if self._stored is not None:
