@@ -136,7 +136,7 @@ class Core:
         if isinstance(self.wrapped.trunk.module, CallableTrunk):
             raise ConfigError("compile: a callable or a session has no modules to compile; hand over a compiled one")
         forward, buckets = self.forward, make_buckets(lengths, rows, self.wrapped.trunk.config)
-        twin = GraphTwin(self.wrapped.trunk, self.wrapped.weights, self.wrapped.coupling)
+        twin = self._make_twin()
         self._graphs = CompiledTrunk(
             twin, forward.eager, forward.arguments, self.wrapped.weights, buckets, mode, backend, max_padding
         )
@@ -169,9 +169,13 @@ class Core:
         forward.compute_by(self._graphs)
         self.reuse.check_engine(forward.engine.name)
 
+    def _make_twin(self) -> GraphTwin:
+        of = self.wrapped
+        return GraphTwin(of.trunk, of.weights, of.coupling, of.causality)
+
     def _make_onnx(self, precision: Precision) -> OnnxTrunk:
         forward, folder = self.forward, self.wrapped.config.engine.folder
-        twin = GraphTwin(self.wrapped.trunk, self.wrapped.weights, self.wrapped.coupling)
+        twin = self._make_twin()
         return OnnxTrunk(twin, forward.eager, forward.arguments, self.wrapped.weights, folder, precision)
 
     def stats(self) -> Stats:

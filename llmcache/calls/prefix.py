@@ -101,7 +101,7 @@ class Prefix:
             reason = refusals.get(False)
             if kv_cache is not None and any(self._causal.windows):
                 windowed = DynamicCache(config=self._trunk.config)
-        elif self._cuts and keeps_windows(kv_cache):
+        elif self._causal.is_causal and keeps_windows(kv_cache):
             kv_cache, windowed, reason = DynamicCache(), kv_cache, refusals.get(True)
         else:
             reason = refusals.get(True) or find_reason_of_cache(kv_cache)
@@ -147,7 +147,7 @@ class Prefix:
         if False not in refusals:
             if call.causal.makes_dynamic_cache:
                 usual: Any = DynamicCache(config=self._trunk.config)
-                refusals[False] = "" if self._cuts and keeps_windows(usual) else find_reason_of_cache(usual)
+                refusals[False] = "" if self._causal.is_causal and keeps_windows(usual) else find_reason_of_cache(usual)
             elif self.kinds.knows(call.kind) and (known := self.kinds[call.kind]) and known[2]:
                 refusals[False] = ""
         return DynamicCache() if refusals.get(False) == "" else None

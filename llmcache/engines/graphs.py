@@ -18,6 +18,7 @@ from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, device_of, vocabulary_size
 from llmcache.models.arguments import Arguments
+from llmcache.models.causal import Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.model_config import setting
 from llmcache.models.packing import make_output
@@ -41,9 +42,9 @@ _GRAPH_ARGUMENTS = frozenset({"input_ids", "attention_mask", TYPES, "return_dict
 class GraphTwin:
     """A copy of a trunk to make graphs of, which turns tensors of graphs into the trunk's output."""
 
-    def __init__(self, trunk: Trunk, weights: Weights, coupling: Coupling) -> None:
+    def __init__(self, trunk: Trunk, weights: Weights, coupling: Coupling, causality: Causality) -> None:
         """Make the copy; `ConfigError` with the reason if no graph can replace this trunk."""
-        if obstacle := _find_obstacle(trunk, weights):
+        if obstacle := _find_obstacle(trunk, weights, causality):
             raise ConfigError(f"no graph can be made: {obstacle}")
         self.trunk, self.attention = trunk, trunk.attention
         self.module = make_twin(trunk.module)
@@ -104,14 +105,14 @@ class GraphTwin:
                 raise ValueError(f"its {name} is {difference:.3g} off for {n_rows} rows of {n_tokens} tokens")
 
 
-def _find_obstacle(trunk: Trunk, weights: Weights) -> str | None:
+def _find_obstacle(trunk: Trunk, weights: Weights, causality: Causality) -> str | None:
     """Return why no graph can follow a trunk, and the cure if there is one; None if one may."""
-    if trunk.adapter.is_guess:
-        return f"the effect of padding on a {type(trunk.module).__name__} is not known: register an adapter"
     if weights.is_training:
         return "the model is in training mode: call model.eval() first"
     if any(map(changes_with_length, trunk.module.modules())):
         return "this model's RoPE changes with the length of a call"
+    if trunk.adapter.is_guess and not causality.of(weights.digest()).knows_padding:
+        return f"the effect of padding on a {type(trunk.module).__name__} is not known: register an adapter"
     return None
 
 

@@ -120,7 +120,11 @@ BYPASSES: dict[str, tuple[str, Make, Call]] = {
     ),
     "cross attention": ("cross_attention", attending, asking(encoder_hidden_states=torch.ones(3, 5, 32))),
     "another kind of K/V cache": ("kv_cache_kind", LLAMA, asking(past_key_values=lambda _: QuantizedCache())),
-    "K/V of a window": ("kv_cache_kind", STRANGE_GENERATORS["mistral"], asking()),
+    "K/V of a window and fixed length": (
+        "kv_cache_kind",
+        STRANGE_GENERATORS["mistral"],
+        asking(past_key_values=lambda model: tf.StaticCache(config=model.config, max_cache_len=32)),
+    ),
     "K/V of some layers": ("kv_layout", hybrid, lambda model: ask(model, **X).logits),
 }
 

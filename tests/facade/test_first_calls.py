@@ -126,14 +126,14 @@ def test_why_only_the_beginning_of_a_prompt_was_served(use_cache: bool) -> None:
 
 
 def test_a_bypass_is_logged_once_for_a_model_and_reason(caplog: pytest.LogCaptureFixture) -> None:
-    model = fresh("mistral", "causal")
+    model, inputs = fresh("gpt2", "causal"), {"input_ids": STEM, "token_type_ids": torch.zeros_like(STEM)}
     for _ in range(3):
         with LLMCache.wrap(model) as cache:
             for _ in range(2):
-                cache(input_ids=STEM)
-            assert cache.stats().bypassed == {"kv_cache_kind": 2}
-            assert cache.last[0].bypassed == cache.explain(input_ids=STEM)[0].outcome.bypassed == "kv_cache_kind"
-    assert len([one for one in caplog.messages if "kv_cache_kind" in one]) == 1
+                cache(**inputs)
+            assert cache.stats().bypassed == {"token_types": 2}
+            assert cache.last[0].bypassed == cache.explain(**inputs)[0].outcome.bypassed == "token_types"
+    assert len([one for one in caplog.messages if "token_types" in one]) == 1
 
 
 def test_stats_are_a_table_in_a_notebook() -> None:

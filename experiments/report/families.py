@@ -1,0 +1,246 @@
+"""Writes `docs/families.md`: the decoders of transformers that are served from stored beginnings, and why others are not.
+
+Each class for causal language models is built tiny, with random weights, and generates from prompts that share
+beginnings: plainly, then with a cache, one prompt a call and in padded batches. Run it as
+`python -m experiments.report.families [--only CLASS ...] docs/families.md`; without a file it prints. It takes minutes.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from experiments.report import markdown
+from llmcache import LLMCache, UnsupportedModelError
+from llmcache.lab import locate, look_at
+
+HEADER = """\
+# Decoders
+
+Made by `make families` with transformers {version}; do not edit.
+
+A decoder is not looked up in a table: `wrap` [tries](prefix.md#when-it-applies) what its trunk does. Here each class of
+transformers for causal language models is built tiny, with random weights, float32. It generates {n_new} tokens from {n}
+prompts of {n_tokens:,} tokens in all, {n_shared:,} of which repeat the beginning of an earlier prompt in whole blocks of
+{block}: plainly, then with the cache, one prompt a call (*alone*) and {rows} padded prompts a call (*in batches*). The
+columns say how many tokens were not computed, `packed` whether several prompts are computed in one row. **Wrong**: prompts
+whose generated tokens are not those of the plain model.
+"""
+N_NEW, BLOCK, ROWS = 4, 8, 4
+_VOCABULARY, _MOST_PARAMETERS = 96, 2_000_000
+_WAYS = ((), ("layer_types",), ("head_dim",), ("num_key_value_heads",), ("layer_types", "head_dim"))
+_WIDTH: dict[str, int] = dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32)
+_DEPTH: dict[str, int] = dict.fromkeys(
+    ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 4
+)
+_HEADS: dict[str, int] = dict.fromkeys(
+    ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4
+)
+_INNER: dict[str, int] = dict.fromkeys(
+    (
+        "intermediate_size",
+        "ffn_dim",
+        "dff",
+        "d_ff",
+        "n_inner",
+        "ffn_hidden_size",
+        "decoder_ffn_dim",
+        "intermediate_size_mlp",
+    ),
+    48,
+)
+_EXPERTS: dict[str, int] = {
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+}
+_STATES: dict[str, int] = {
+    **dict.fromkeys(
+        ("mamba_d_state", "state_size", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"), 8
+    ),
+    **dict.fromkeys(("mamba_n_heads", "mamba_expand", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **{"mamba_d_head": 32, "mamba_n_groups": 1, "mamba_chunk_size": 16, "mamba_d_ssm": 64},
+}
+#: Sizes of tiny models, under all names that configs have for them.
+SIZES: dict[str, Any] = {
+    **{"vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True},
+    **{**_WIDTH, **_DEPTH, **_HEADS, **_INNER, **_EXPERTS, **_STATES},
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
+    **{"num_key_value_heads": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "index_n_heads": 2, "index_topk": 8},
+    **{
+        "sliding_window": 20,
+        "window_size": 20,
+        "attention_chunk_size": 24,
+        "rotary_dim": 4,
+        "query_pre_attn_scalar": 8,
+    },
+    **{"attention_types": [[["global", "local"], 2]], "hidden_size_per_layer_input": 8, "laurel_rank": 8},
+    **{"vocab_size_per_layer_input": _VOCABULARY, "num_kv_shared_layers": 0, "altup_num_inputs": 2},
+}
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was found of one class."""
+
+    name: str
+    is_built: bool = True
+    packs: bool = False
+    alone: int = 0  # tokens that were not computed
+    batched: int = 0
+    n_wrong: int = 0  # prompts, in either way
+    reason: str = ""  # why nothing is served
+
+
+def tiny_config(kind: type[Any]) -> Any:
+    """Return a config of this class with tiny sizes; the last error if none can be made."""
+    usual, error = kind(), None
+    sizes = {name: value for name, value in SIZES.items() if _has(usual, name)}
+    if kinds := getattr(usual, "layer_types", None):
+        sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
+    for left_out in _WAYS:
+        try:
+            return kind(**{name: value for name, value in sizes.items() if name not in left_out})
+        except Exception as failed:  # configs check their settings in many ways
+            error = failed
+    raise error or ValueError(kind.__name__)
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # an attribute that differs by layer
+        return False
+
+
+def build(name: str) -> Any:
+    """Return a seeded tiny model of a class, with large weights, which tell inputs apart."""
+    kind = getattr(tf, name)
+    config = tiny_config(kind.config_class)
+    with torch.device("meta"):
+        n_parameters = sum(one.numel() for one in kind(config).parameters())
+    if n_parameters > _MOST_PARAMETERS:
+        raise ValueError(f"{n_parameters:,} parameters")
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    return model
+
+
+def prompts() -> list[Tensor]:
+    """Return prompts (n,) of which most share a beginning with an earlier one."""
+    generator = torch.Generator().manual_seed(1)
+
+    def new(n_tokens: int) -> Tensor:
+        return torch.randint(5, _VOCABULARY, (n_tokens,), generator=generator)
+
+    first, second = new(32), new(32)
+    longer = torch.cat([first, new(24)])
+    ends = ((first, 9), (first, 14), (longer, 8), (second, 11), (longer, 13), (second, 7), (first, 17), (second, 21))
+    return [torch.cat([begin, new(n_more)]) for begin, n_more in ends]
+
+
+def batches(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield token ids and mask (B, T) of all prompts, padded at their beginning, `rows` at a time."""
+    every = prompts()
+    for begin in range(0, len(every), rows):
+        own = every[begin : begin + rows]
+        width = max(map(len, own))
+        ids = torch.stack([torch.cat([torch.zeros(width - len(one), dtype=torch.int64), one]) for one in own])
+        yield ids, torch.stack([torch.arange(width) >= width - len(one) for one in own]).long()
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the tokens (B, N_NEW) that a model chooses greedily."""
+    with torch.inference_mode():
+        made: Tensor = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=N_NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return made[:, ids.shape[1] :]
+
+
+def try_class(name: str) -> Tried:
+    """Return what is served of a class."""
+    try:
+        model = build(name)
+        plain = {rows: [generate(model, *batch) for batch in batches(rows)] for rows in (1, ROWS)}
+    except Exception as error:  # any class may want something of its own
+        return Tried(name, is_built=False, reason=f"{type(error).__name__}: {error}")
+    served, n_wrong, reason = {}, 0, ""
+    for rows, expected in plain.items():
+        try:
+            cache = LLMCache.wrap(model, prefix={"block": BLOCK})
+        except UnsupportedModelError as error:
+            return Tried(name, reason=str(error).partition(". ")[0])
+        with cache:
+            found = [generate(model, *batch) for batch in batches(rows)]
+            stats = cache.stats()
+        n_wrong += sum(int((one != other).any(1).sum()) for one, other in zip(found, expected, strict=True))
+        served[rows] = stats.n_prefix_tokens
+        reason = reason or ", ".join(f"`{one}`" for one in stats.bypassed)
+    allowed = look_at(locate(model))
+    return Tried(name, True, allowed.packs, served[1], served[ROWS], n_wrong, reason or allowed.reason)
+
+
+def render(tried: Sequence[Tried]) -> str:
+    """Return the page."""
+    own, n_shared = prompts(), 0
+    for number, ids in enumerate(own):
+        common = (
+            int((ids[:n] == other[:n]).cumprod(0).sum()) for other in own[:number] for n in [min(len(ids), len(other))]
+        )
+        n_shared += max(common, default=0) // BLOCK * BLOCK
+    numbers = {"n": len(own), "n_tokens": sum(map(len, own)), "n_shared": n_shared, "n_new": N_NEW}
+    served = [one for one in tried if one.alone or one.batched]
+    others = [one for one in tried if one.is_built and not (one.alone or one.batched)]
+    cells = [(f"`{one.name}`", one.alone, one.batched, "yes" if one.packs else "", one.n_wrong) for one in served]
+    n_wrong = sum(one.n_wrong for one in tried)
+    left_out = ", ".join(f"`{one.name}`" for one in tried if not one.is_built)
+    return "\n".join(
+        (
+            HEADER.format(version=tf.__version__, block=BLOCK, rows=ROWS, **numbers),
+            f"Served: {len(served)} of {len(served) + len(others)} classes; {n_wrong} prompts came out wrong.\n",
+            "## Served\n",
+            markdown.table(("class", "alone", "in batches", "packed", "wrong"), cells),
+            "\n## Not served\n",
+            "What a bypass reason means: `llmcache.CURES`.\n",
+            "| class | why |\n|---|---|",
+            *(f"| `{one.name}` | {one.reason} |" for one in others),
+            f"\nNot built, since these sizes do not suit their configs or they want other inputs: {left_out}.",
+            "",
+        )
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Try the classes, and write the page."""
+    parser = argparse.ArgumentParser(description="Write the page of decoders.")
+    parser.add_argument("page", nargs="?", type=Path)
+    parser.add_argument("--only", nargs="*", help="class names; default: all")
+    parsed = parser.parse_args(arguments)
+    tf.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    every = sorted(name for name in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) if hasattr(tf, name))
+    tried = []
+    for name in parsed.only or every:
+        tried.append(try_class(name))
+        print(tried[-1], file=sys.stderr, flush=True)
+    page = render(tried)
+    print(page) if parsed.page is None else parsed.page.write_text(page)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
