@@ -132,7 +132,7 @@ def test_padding_that_was_left_out_is_not_taken_for_what_the_model_makes_of_it(g
     cache(**inputs, use_cache=use_cache)
     for _ in range(2):
         close(cache(**labelled).logits, plain.logits)
-    assert cache.last[0].rung == "exact" and cache.stats().errors == 0
+    assert cache.stats().errors == 0
 
 
 class ByPlace(nn.Module):
