@@ -88,6 +88,7 @@ class _Group:
         self._lengths: list[int] = []  # tokens held of each
         self._sources: list[tuple[Any, int]] = []  # K/V cache and row of each
         self._kv_cache: Any = DynamicCache()
+        self._is_laid = False  # the joint cache holds these rows and no others
         self._token_nbytes = 0
 
     def add(self, stream: Stream) -> None:
@@ -97,12 +98,14 @@ class _Group:
         self._lengths.append(stream.n_held)
         self._sources.append((stream.kv_cache, 0))
         stream.close()
+        self._is_laid = False
 
     def drop(self, streams: Iterable[Stream]) -> None:
         """Let streams go."""
         for number in sorted(map(self.streams.index, streams), reverse=True):
             for rows in (self.streams, self._lengths, self._sources):
                 del rows[number]
+            self._is_laid = False
         if not self.streams:
             self._kv_cache = DynamicCache()
 
@@ -127,7 +130,7 @@ class _Group:
 
     def _run(self, model: Any) -> Tensor:
         """Return the logits (B, 1, V) after the newest tokens; their K/V is then held."""
-        if self._sources != [(self._kv_cache, row) for row in range(len(self._lengths))]:
+        if not self._is_laid:
             self._lay()
         ids = torch.stack([stream.newest for stream in self.streams])
         lengths = torch.tensor(self._lengths, device=ids.device)
@@ -147,6 +150,7 @@ class _Group:
             kv_cache.layers.append(_Layer(held, self._lengths))
         self._kv_cache = kv_cache
         self._sources = [(kv_cache, row) for row in range(len(self._lengths))]
+        self._is_laid = True
 
     def _take(self, number: int, logits: Tensor) -> Token | Exception:
         try:
