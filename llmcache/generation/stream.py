@@ -144,7 +144,7 @@ class Stream(Iterator[Token]):
 
     @property
     def n_held(self) -> int:
-        """Number of tokens whose K/V the stream holds, also while the prompt is run in chunks."""
+        """Number of tokens whose K/V the stream holds."""
         return 0 if self.kv_cache is None else int(self.kv_cache.get_seq_length())
 
     @property

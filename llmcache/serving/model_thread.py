@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from llmcache.serving.turns import Turns
@@ -21,7 +22,7 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._steps = ThreadPoolExecutor(1, "llmcache-model")
-        self._waiting = Turns[tuple[threading.Event, threading.Event]]()  # begin and end of turns
+        self._waiting = Turns[Turn]()
         self._has_turn = False  # a turn is queued or taken
         self._lock = threading.Lock()
 
@@ -34,45 +35,71 @@ class ModelThread:
         return self._steps.submit(step)
 
     @contextmanager
-    def held(self, tenant: str) -> Iterator[Callable[[], None]]:
-        """Let the calling thread run the model in this context, when it is its tenant's turn.
-
-        Yields a function that lets queued steps run, and other threads that wait for a turn.
-        """
-        over = self._take_turn(tenant)
-
-        def turn() -> None:
-            nonlocal over
-            over.set()
-            over = self._take_turn(tenant)
-
+    def held(self, tenant: str) -> Iterator["Turn"]:
+        """Let the calling thread run the model in this context, when it is its tenant's turn."""
+        turn = Turn(partial(self._queue_turn, tenant))
+        turn.begin()
         try:
             yield turn
         finally:
-            over.set()
+            turn.end()
 
-    def _take_turn(self, tenant: str) -> threading.Event:
-        """Wait for a turn; return the event that ends it."""
-        begun, over = threading.Event(), threading.Event()
+    def _queue_turn(self, tenant: str, turn: "Turn") -> None:
         with self._lock:
-            self._waiting.put(tenant, (begun, over))
             if not self._has_turn:
-                self.submit(self._give_turn)
+                self.submit(self._give_turns)
                 self._has_turn = True
-        begun.wait()
-        return over
+            self._waiting.put(tenant, turn)
 
-    def _give_turn(self) -> None:
-        """Let one thread run the model; queue the next turn behind the steps that have come meanwhile."""
-        with self._lock:
-            begun, over = self._waiting.pop()
-        begun.set()
-        over.wait()
-        with self._lock:
-            self._has_turn = bool(self._waiting)
-            if self._has_turn:
-                self.submit(self._give_turn)
+    def _give_turns(self) -> None:
+        """Let waiting threads run the model, one turn in all; queue the next behind the steps that came meanwhile."""
+        used = 0.0
+        while used < 1:
+            with self._lock:
+                if not self._waiting:
+                    self._has_turn = False
+                    return
+                turn = self._waiting.pop()
+            used += turn.give()
+        try:
+            self.submit(self._give_turns)
+        except RuntimeError:  # the thread is closing: no steps come
+            self._give_turns()
 
     def close(self) -> None:
         """Run the queued steps and end the thread. Idempotent."""
         self._steps.shutdown()
+
+
+class Turn:
+    """A thread's turns to run the model.
+
+    Attributes:
+        share: Part of the last turn that was used, 0 to 1. No step runs between turns until they add up to one.
+    """
+
+    def __init__(self, queue: Callable[["Turn"], None]) -> None:
+        """Wait for nothing yet; `queue` queues for a turn."""
+        self._queue = queue
+        self._begun, self._over = threading.Semaphore(0), threading.Semaphore(0)
+        self.share = 1.0
+
+    def begin(self) -> None:
+        """Wait for a turn."""
+        self._queue(self)
+        self._begun.acquire()
+
+    def end(self) -> None:
+        """End the turn."""
+        self._over.release()
+
+    def give_way(self) -> None:
+        """Let queued steps run, and other threads that wait for a turn."""
+        self.end()
+        self.begin()
+
+    def give(self) -> float:
+        """Let the turn begin, wait for its end, and return its share."""
+        self._begun.release()
+        self._over.acquire()
+        return self.share

@@ -4,9 +4,9 @@ A prompt waits for those ahead of it that begin alike: their K/V is stored first
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -51,7 +51,8 @@ class Steps:
         """Run two streams of at least two tokens from their prompts to their ends. Runs in the model thread."""
         for _ in range(2):
             answer = start()
-            self._first_token(answer, namespace, is_stored=True)
+            with self._where(namespace, is_stored=True):
+                next(answer)
             while answer.stopped_by is None:
                 self._step([answer])
         self._step([])
@@ -90,28 +91,43 @@ class Steps:
 
     def _run_prompt(self, prefilling: "_Prefilling", answer: Stream) -> Token:
         """Return the first token. Runs in a prefill thread, which takes turns with the model thread."""
-        flight = prefilling.flight
+        flight, n_known = prefilling.flight, 0
 
         def check() -> None:
             if flight.stream is None:
                 raise RuntimeError("the generation was cancelled during prefill")
 
-        def yield_turn() -> None:
-            prefilling.loop.call_soon_threadsafe(prefilling.look_up, answer.n_held - self._chunk)
-            turn()
+        def give_way() -> None:
+            turn.give_way()
             check()
 
+        if self._block is not None:
+            with self._where(flight.namespace, flight.is_stored):
+                n_known = self._look_up(flight)
+            prefilling.loop.call_soon_threadsafe(prefilling.look_up, n_known)
         with self._thread.held(flight.namespace) as turn:
             check()
-            with self._cache.chunked(self._chunk, yield_turn) if self._chunk else nullcontext():
-                return self._first_token(answer, flight.namespace, flight.is_stored)
+            in_chunks = self._cache.chunked(self._chunk, give_way) if self._chunk else nullcontext()
+            with self._where(flight.namespace, flight.is_stored), in_chunks:  # it may be forgotten while it waits
+                token = next(answer)
+            if self._chunk:
+                turn.share = min(1.0, (len(flight.prompt) - n_known) / self._chunk)
+        return token
 
-    def _first_token(self, answer: Stream, namespace: str, is_stored: bool) -> Token:
+    def _look_up(self, flight: Flight) -> int:
+        """Return how many tokens of a prompt are stored."""
+        ids = torch.tensor([flight.prompt], device=next(self._cache.model.parameters()).device)
+        outcome = self._cache.explain(input_ids=ids, use_cache=True)[0].outcome
+        return len(flight.prompt) if outcome.rung == "exact" else outcome.n_prefix
+
+    @contextmanager
+    def _where(self, namespace: str, is_stored: bool) -> Iterator[None]:
+        """Serve and store calls within the context as those of a namespace, or not at all."""
         public = PUBLIC if self._has_keys else None  # without keys there is one namespace
         is_cached = self._is_caching() and is_stored
         where = self._cache.namespace(namespace, prefixes_from=public) if is_cached else self._cache.disabled()
         with where, torch.inference_mode():
-            return next(answer)
+            yield
 
     async def _decode(self, flight: Flight) -> None:
         """Generate the tokens after the first one."""
@@ -176,9 +192,8 @@ class _Prefilling:
 
     def look_up(self, n_known: int) -> None:
         """Set how many tokens were stored before."""
-        if not self.looked_up.is_set():
-            self.n_known = n_known
-            self.looked_up.set()
+        self.n_known = n_known
+        self.looked_up.set()
 
     def end(self) -> None:
         """Let all go on that wait."""
