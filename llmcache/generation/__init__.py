@@ -10,6 +10,7 @@ print(answer.generation().times.ttft_s)
 K/V caches and logits processors are transformers' own. On a wrapped model the prefill goes through the cache.
 """
 
+from llmcache.generation.batch import Batch
 from llmcache.generation.chat import Answer, Chat, Turn
 from llmcache.generation.kv_caches import Kind, held_nbytes, kv_nbytes
 from llmcache.generation.latency import QUOTABLE, Latencies, Latency, LatencySummary, Spread
@@ -22,6 +23,7 @@ from llmcache.generation.stream import Stream, generate, stream
 __all__ = [
     "QUOTABLE",
     "Answer",
+    "Batch",
     "Chat",
     "Generation",
     "Kind",

@@ -62,14 +62,14 @@ def run_prompt(
     n_columns = ids.shape[1]
     _PADDED.discard(kv_cache)
     if mask is None:
-        logits = _forward(model, ids, None, kv_cache, n_keep or 1)
+        logits = run_columns(model, ids, None, kv_cache, n_keep or 1)
         logits = logits if n_keep else logits[:, 0]
     else:
         if not bool(mask.all()):
             _PADDED.add(kv_cache)
         last = n_columns - 1 - mask.long().flip(1).argmax(1)
         n_keep = n_columns - int(last.min())
-        kept = _forward(model, ids, mask, kv_cache, n_keep)
+        kept = run_columns(model, ids, mask, kv_cache, n_keep)
         logits = kept[torch.arange(len(ids), device=ids.device), last - (n_columns - n_keep)]
     n_held = int(kv_cache.get_seq_length())
     if n_held != n_columns:
@@ -106,7 +106,7 @@ def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor 
     _check_step(last, kv_cache, n_held, attention_mask)
     check_context(config, n_held + 1 if attention_mask is None else int(attention_mask.sum(1).max()), 0)
     check_room(kv_cache, config, 1)
-    return _forward(model, last[:, None], attention_mask, kv_cache, 1)[:, 0]
+    return run_columns(model, last[:, None], attention_mask, kv_cache, 1)[:, 0]
 
 
 def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -> None:
@@ -129,8 +129,8 @@ def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -
         raise RequestError("attention_mask: its last column stands for `last`, which is not padding; give 1 there")
 
 
-def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep: int) -> Tensor:
-    """Return the logits (B, n_keep, V) of the last columns."""
+def run_columns(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep: int) -> Tensor:
+    """Run columns that extend a K/V cache; return the logits (B, n_keep, V) of the last ones."""
     padding: dict[str, Tensor] = {}
     if mask is not None and not bool(mask.all()):
         if "position_ids" not in signature(type(model).forward).parameters:

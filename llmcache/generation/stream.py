@@ -3,7 +3,7 @@
 Sizes: T tokens of the prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -74,6 +74,8 @@ class Stream(Iterator[Token]):
     """The tokens of one request; made by `stream`. One thread at a time.
 
     Attributes:
+        model: The model.
+        kv_cache: K/V of the tokens run; None: the generation is over, or a `Batch` continues it.
         stopped_by: Why the newest token is the last, `stop` or `length`; None: not finished.
         outcome: How the cache on the model served the prefill; None before the prefill, and without a cache.
         prompt: Tokens of the prompt with their log-probabilities, if the sampling has `n_prompt_logprobs`, without the
@@ -90,7 +92,7 @@ class Stream(Iterator[Token]):
         clock: Callable[[], float],
     ) -> None:
         """Check all arguments, compute nothing; see `stream`."""
-        self._model, self._config = model, decoder_config(model)
+        self.model, self._config = model, decoder_config(model)
         self._listener = listener_of(model)  # before the clock starts: the search is slowest in a model without a cache
         self._clock, self._started_s = clock, clock()
         _check(self._config, ids, sampling)
@@ -108,15 +110,61 @@ class Stream(Iterator[Token]):
         longest = n_run if cache == "static" and max_length is None else max_length
         kv_cache = make_cache(cache, self._config, longest)
         check_room(kv_cache, self._config, n_run)
-        self._steps = self._run(ids.to(torch.int64, copy=True), kv_cache)  # the caller may modify its tensor
+        self._ids = ids.to(torch.int64, copy=True)  # the caller may modify its tensor
+        self.kv_cache: Any = kv_cache
 
     def __next__(self) -> Token:
         """Compute and return the next token."""
-        return next(self._steps)
+        if self.kv_cache is None:
+            raise StopIteration
+        try:
+            if self._tokens:
+                logits = decode_step(self.model, self.newest, self.kv_cache)
+            else:
+                logits = self._run_prompt()
+            return self.take(logits, held_nbytes(self.kv_cache))
+        except BaseException:
+            self.close()
+            raise
+
+    def _run_prompt(self) -> Tensor:
+        """Run the prompt, and score its tokens if asked; return the logits (1, V) of the next one."""
+        logits = run_prompt(self.model, self._config, self._ids, None, self.kv_cache, self._n_kept)
+        if self._listener is not None and self._listener.last:
+            self.outcome = self._listener.last[0]
+        if self._n_scores is not None:
+            took_s = self._clock() - self._started_s
+            self.prompt = tuple(Token(*scored, took_s) for scored in score(self._ids[0], logits[0], self._n_scores))
+            logits = logits[:, -1].clone()
+        return logits
 
     def close(self) -> None:
         """Stop the generation. Repeated calls have no effect."""
-        self._steps.close()
+        self.kv_cache = None
+
+    @property
+    def n_held(self) -> int:
+        """Number of tokens whose K/V the stream holds."""
+        return 0 if self.kv_cache is None else int(self.kv_cache.get_seq_length())
+
+    @property
+    def newest(self) -> Tensor:
+        """The newest token, int64 (1,): the next one to run."""
+        return self._ids[:, -1]
+
+    def take(self, logits: Tensor, kv_nbytes: int) -> Token:
+        """Choose, keep and return the next token by its logits (1, V); `kv_nbytes`: bytes of K/V of the tokens run."""
+        token = Token(*self._choose(self._ids, logits), self._clock() - self._started_s)
+        self._tokens.append(token)
+        self._kv_nbytes = kv_nbytes
+        self._ids = torch.cat([self._ids, self._ids.new_tensor([[token.id]])], dim=1)
+        if token.id in self._stops:
+            self.stopped_by = "stop"
+        elif len(self._tokens) == self._max_new_tokens:
+            self.stopped_by = "length"
+        if self.stopped_by is not None:
+            self.close()
+        return token
 
     def generation(self) -> Generation:
         """Return the result so far."""
@@ -130,29 +178,6 @@ class Stream(Iterator[Token]):
             kv_nbytes=self._kv_nbytes,
             outcome=self.outcome,
         )
-
-    def _run(self, ids: Tensor, kv_cache: Any) -> Generator[Token, None, None]:
-        logits = run_prompt(self._model, self._config, ids, None, kv_cache, self._n_kept)
-        if self._listener is not None and self._listener.last:
-            self.outcome = self._listener.last[0]
-        if self._n_scores is not None:
-            took_s = self._clock() - self._started_s
-            self.prompt = tuple(Token(*scored, took_s) for scored in score(ids[0], logits[0], self._n_scores))
-            logits = logits[:, -1].clone()
-        while True:
-            token = Token(*self._choose(ids, logits), self._clock() - self._started_s)
-            self._tokens.append(token)
-            self._kv_nbytes = held_nbytes(kv_cache)
-            if token.id in self._stops:
-                self.stopped_by = "stop"
-            elif len(self._tokens) == self._max_new_tokens:
-                self.stopped_by = "length"
-            yield token
-            if self.stopped_by is not None:
-                return
-            newest = torch.tensor([token.id], dtype=ids.dtype, device=ids.device)
-            ids = torch.cat([ids, newest[None]], dim=1)
-            logits = decode_step(self._model, newest, kv_cache)
 
 
 def _check(config: Any, ids: Any, sampling: Sampling) -> None:

@@ -1,8 +1,7 @@
-"""Concurrent generations on one model, which take turns token by token.
+"""Concurrent generations on one model.
 
-    start -> waits, first come first served, for one of `max_streams` slots
-          -> one step on the model thread per token, in turn with other generations -> its readers
-             (a long prompt is prefilled in a thread of its own, which holds the model for one chunk of tokens per turn)
+    start -> waits for one of `max_streams` slots, which namespaces are given in turn
+          -> its prompt is run in chunks -> its tokens are computed in steps with those of all others -> its readers
 
 Requests with the same namespace, tokens and sampling share one flight: they are computed once while it is in progress.
 A flight without readers is cancelled.
@@ -13,28 +12,27 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from jinja2.exceptions import TemplateError, UndefinedError
 
 from llmcache.cache import LLMCache
 from llmcache.errors import ConfigError, RequestError
-from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token, stream
+from llmcache.generation import PromptCache, Sampling, Stream, stream
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
-from llmcache.serving.keys import PUBLIC
-from llmcache.serving.metrics import IN_FLIGHT, Metrics
+from llmcache.serving.flights import Arrived, Flight, Generating, Ids, Key
+from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, overloaded, stopping
 from llmcache.serving.settings import ServerSettings
+from llmcache.serving.steps import Steps
+from llmcache.serving.turns import Slots
 
 logger = logging.getLogger("llmcache.serving")
 
-Ids = tuple[int, ...]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
 
 _N_ENCODE_THREADS = 4
@@ -59,15 +57,14 @@ class Decoder:
         self.context, self.vocabulary = context_length(config), int(config.vocab_size)
         self.eos_ids = tuple(sorted(Sampling().stops_of(cache.model)))
         self.metrics = metrics
-        self._cache, self._thread, self._settings = cache, thread, settings
-        self._tokenizer, self._is_caching = tokenizer, is_caching
+        self._cache, self._settings, self._tokenizer = cache, settings, tokenizer
+        self._steps = Steps(cache, thread, settings, metrics, is_caching)
         self._prompts: dict[str, PromptCache] = {}
         self._encoding = ThreadPoolExecutor(_N_ENCODE_THREADS, "llmcache-encode")
-        self._prefilling = ThreadPoolExecutor(settings.max_streams, "llmcache-prefill")
-        self._slots = asyncio.Semaphore(settings.max_streams)
-        self._flights: dict[_Key, _Flight] = {}  # flights that new requests may join
-        self._active: set[_Flight] = set()  # all unfinished flights
-        self._waiting: set[_Flight] = set()
+        self._slots = Slots(settings.max_streams)
+        self._flights: dict[Key, Flight] = {}  # flights that new requests may join
+        self._active: set[Flight] = set()  # all unfinished flights
+        self._waiting: set[Flight] = set()
         self._is_stopping = False
 
     @property
@@ -89,13 +86,13 @@ class Decoder:
     def close(self) -> None:
         """End all generations and shut the threads down. Idempotent."""
         self.refuse_all()
-        for pool in (self._encoding, self._prefilling):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._encoding.shutdown(wait=False, cancel_futures=True)
+        self._steps.close()
 
     def forget(self, namespace: str | None = None) -> None:
         """Drop tokenised prompts of a namespace, or of all; its current flights store nothing, none joins them."""
         for flight in self._active:
-            flight.is_stored &= bool(flight.items) or namespace not in (None, flight.key[0])
+            flight.is_stored &= bool(flight.items) or namespace not in (None, flight.namespace)
         self._prompts = {name: one for name, one in self._prompts.items() if namespace not in (None, name)}
         self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
@@ -127,7 +124,7 @@ class Decoder:
             raise Refusal("invalid", f"the prompt has {n_prompt} tokens, and {held}", param=param)
         return asked or min(room, otherwise or room)
 
-    def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: "Arrived") -> "Generating":
+    def start(self, ids: Ids, sampling: Sampling, namespace: str, arrived: Arrived) -> Generating:
         """Start generating from the ids of `encode`, or join an equal request of this namespace in flight.
 
         Tokens are put into the queue `arrived`, which several answers may share.
@@ -136,25 +133,16 @@ class Decoder:
         flight = self._flights.get(key)
         is_first = flight is None
         if flight is None:
-            flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
+            flight = self._flights[key] = Flight(key, self._stream(ids, sampling))
             self._active.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
-        return Generating(self, flight, is_first, arrived)
+        return Generating(flight, is_first, arrived, self.metrics, self._leave)
 
     def warm_up(self, n_tokens: int, namespace: str) -> None:
         """Generate two tokens from a prompt of `n_tokens` tokens, twice. Runs in the model thread."""
         most = n_tokens if self.context is None else min(n_tokens, self.context - 2)
         ids = tuple(i % self.vocabulary for i in range(most))
-        for _ in range(2):
-            answer = self._stream(ids, Sampling(max_new_tokens=2, stop_ids=()))
-            for _ in range(2):
-                self._step(answer, namespace)
-
-    def leave(self, flight: "_Flight", reader: "Generating") -> None:
-        """Remove a reader from a flight, and end the flight if it was the last one."""
-        flight.readers.remove(reader)
-        if not flight.readers:
-            self._end(flight)
+        self._steps.warm_up(lambda: self._stream(ids, Sampling(max_new_tokens=2, stop_ids=())), namespace)
 
     def _encode(self, prompt: Any, param: str, namespace: str | None) -> Ids:
         """Return a prompt's token ids. Runs in a tokenising thread."""
@@ -179,7 +167,7 @@ class Decoder:
         except (RequestError, ConfigError):  # their text may quote the request
             raise Refusal("invalid", "the model cannot take this prompt with these settings") from None
 
-    async def _drive(self, flight: "_Flight") -> None:
+    async def _drive(self, flight: Flight) -> None:
         """Run a flight: wait for a slot, then generate to the last token."""
         try:
             await self._acquire_slot(flight)
@@ -187,7 +175,7 @@ class Decoder:
             self._end(flight, refusal)
             return
         try:
-            await self._run(flight)
+            await self._steps.run(flight)
         except Exception as error:
             self.metrics.failed.inc()
             logger.error("a generation failed: %s", described(error))
@@ -196,15 +184,15 @@ class Decoder:
             self._slots.release()
             self._end(flight)
 
-    async def _acquire_slot(self, flight: "_Flight") -> None:
+    async def _acquire_slot(self, flight: Flight) -> None:
         """Wait for a slot. Raises `Refusal` after `max_queue_s`, or when stopping."""
         began, longest_s = perf_counter(), self._settings.max_queue_s
-        if self._is_stopping and self._slots.locked():
+        if self._is_stopping and self._slots.are_taken():
             raise stopping()
         self._waiting.add(flight)
         try:
             async with asyncio.timeout(longest_s):
-                await self._slots.acquire()
+                await self._slots.acquire(flight.namespace)
         except TimeoutError:
             why = f"the model is answering {self._settings.max_streams} requests already"
             raise overloaded(why, math.ceil(longest_s)) from None
@@ -212,56 +200,13 @@ class Decoder:
             self._waiting.discard(flight)
         self.metrics.queue.observe(perf_counter() - began)
 
-    async def _run(self, flight: "_Flight") -> None:
-        begun_s, prefill_s = perf_counter(), 0.0
-        try:
-            while (answer := flight.stream) is not None:
-                token, stopped_by = await self._next_token(flight, answer)
-                if flight.items:
-                    self.metrics.inter_token.observe(token.time_s - flight.items[-1][0].time_s)
-                else:
-                    prefill_s = perf_counter() - begun_s
-                flight.put(token, stopped_by, answer)
-                self.metrics.generated.inc()
-                if stopped_by is not None:
-                    return
-        finally:  # also if the readers have left
-            if flight.items:
-                decode_s = flight.items[-1][0].time_s - flight.items[0][0].time_s
-                self.metrics.prefill.observe(prefill_s)
-                self.metrics.decode.observe(decode_s)
-                self.metrics.inference.observe(prefill_s + decode_s)
+    def _leave(self, flight: Flight, reader: Generating) -> None:
+        """Remove a reader from a flight, and end the flight if it was the last one."""
+        flight.readers.remove(reader)
+        if not flight.readers:
+            self._end(flight)
 
-    async def _next_token(self, flight: "_Flight", answer: Stream) -> "_Item":
-        """Return the next token. A long prompt is prefilled in chunks before the first one."""
-        if flight.items or not 0 < self._settings.prefill_chunk < len(flight.key[1]):
-            return await self._thread.run(partial(self._step, answer, flight.key[0], flight))
-        return await asyncio.get_running_loop().run_in_executor(self._prefilling, self._prefill, flight, answer)
-
-    def _prefill(self, flight: "_Flight", answer: Stream) -> "_Item":
-        """Return the first token. Runs in a prefill thread, which takes turns with the steps of the model thread."""
-
-        def check() -> None:
-            if flight.stream is None:
-                raise RuntimeError("the generation was cancelled during prefill")
-
-        def yield_turn() -> None:
-            turn()
-            check()
-
-        with self._thread.held() as turn, self._cache.chunked(self._settings.prefill_chunk, yield_turn):
-            check()
-            return self._step(answer, flight.key[0], flight)
-
-    def _step(self, answer: Stream, namespace: str, flight: "_Flight | None" = None) -> "_Item":
-        """Return the next token. Runs in the model thread, or in a prefill thread that holds the model."""
-        public = None if self._settings.keys is None else PUBLIC  # without keys there is one namespace
-        is_cached = self._is_caching() and (flight is None or flight.is_stored)
-        where = self._cache.namespace(namespace, prefixes_from=public) if is_cached else self._cache.disabled()
-        with where, torch.inference_mode():
-            return next(answer), answer.stopped_by
-
-    def _end(self, flight: "_Flight", error: Refusal | None = None) -> None:
+    def _end(self, flight: Flight, error: Refusal | None = None) -> None:
         """End a flight; its K/V is freed once none of its steps runs. Idempotent."""
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
@@ -274,100 +219,6 @@ class Decoder:
                 reader.put(error)
         if flight.task is not None and flight.task is not asyncio.current_task():
             flight.task.cancel()
-
-
-_Key = tuple[str, Ids, Sampling]
-_Item = tuple[Token, StoppedBy | None]
-Arrived = asyncio.Queue[tuple["Generating", _Item | Refusal]]
-
-
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """A generation in progress: its tokens so far and its readers."""
-
-    key: _Key
-    stream: Stream | None
-    task: "asyncio.Task[None] | None" = None
-    readers: list["Generating"] = field(default_factory=list)
-    items: list[_Item] = field(default_factory=list)
-    rung: str | None = None
-    n_cached: int = 0
-    scored: tuple[Token, ...] = ()  # the prompt's tokens but the first
-    is_stored: bool = True  # nothing of its namespace was forgotten since it began
-
-    def put(self, token: Token, stopped_by: StoppedBy | None, answer: Stream) -> None:
-        """Store a token and pass it to all readers."""
-        if not self.items and answer.outcome is not None:
-            self.rung = answer.outcome.rung
-            self.n_cached = len(self.key[1]) if self.rung == "exact" else answer.outcome.n_prefix
-        self.scored = answer.prompt
-        self.items.append((token, stopped_by))
-        for reader in self.readers:
-            reader.put((token, stopped_by))
-
-
-class Generating:
-    """One client's view of a flight. Pass every item from the queue to `take` until `is_over`."""
-
-    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool, arrived: Arrived) -> None:
-        self._decoder, self._flight, self._is_first, self._arrived = decoder, flight, is_first, arrived
-        self._has_first_token = False
-        self._started_s = perf_counter()
-        self.is_over = False
-        self.prompt = flight.key[1]
-        self.n_prompt = len(self.prompt)
-        for item in flight.items:
-            self.put(item)
-        flight.readers.append(self)
-
-    def put(self, item: _Item | Refusal) -> None:
-        """Queue a token, or the refusal that ends the answer."""
-        self._arrived.put_nowait((self, item))
-
-    def take(self, item: _Item | Refusal) -> _Item:
-        """Update the metrics for an item and return it; raise it if it is a refusal."""
-        if isinstance(item, Refusal):
-            self._finish("error")
-            raise item
-        if not self._has_first_token:
-            self._has_first_token = True
-            self._decoder.metrics.first_token.observe(perf_counter() - self._started_s)
-            self._decoder.metrics.served(self.rung, self.n_prompt, self.n_cached)
-        if item[1] is not None:
-            self._finish(item[1])
-        return item
-
-    @property
-    def rung(self) -> str | None:
-        """Rung that served the prompt, `IN_FLIGHT` if shared, None if computed; valid after the first token."""
-        return self._flight.rung if self._is_first else IN_FLIGHT
-
-    @property
-    def n_cached(self) -> int:
-        """Number of prompt tokens not computed for this request; valid after the first token."""
-        return self._flight.n_cached if self._is_first else self.n_prompt
-
-    @property
-    def scored(self) -> tuple[Token, ...]:
-        """The prompt's tokens but the first, if they are scored (`Stream.prompt`); valid after the first token."""
-        return self._flight.scored
-
-    def stop(self) -> None:
-        """End the answer at a stop text. Idempotent."""
-        if not self.is_over:
-            self._finish("stop")
-
-    def close(self) -> None:
-        """End the answer because the client disconnected. Idempotent."""
-        if not self.is_over:
-            self._decoder.metrics.cancelled.inc()
-            self._finish(None)
-
-    def _finish(self, reason: StoppedBy | Literal["error"] | None) -> None:
-        self.is_over = True
-        if reason is not None:
-            self._decoder.metrics.finished(reason)
-        self._decoder.leave(self._flight, self)
 
 
 def _prompt_refusal(prompt: Any, error: RequestError, param: str) -> Refusal:

@@ -20,8 +20,9 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from llmcache.generation import StoppedBy, Token
 from llmcache.generation.detokenizer import Detokenizer
 from llmcache.serving.bodies import BodyRoute, cache_headers
-from llmcache.serving.decoder import Arrived, Decoder, Generating, Ids, Prompt
+from llmcache.serving.decoder import Decoder, Prompt
 from llmcache.serving.detokenizing import StopTexts, TokenTexts
+from llmcache.serving.flights import Arrived, Generating, Ids
 from llmcache.serving.front import unless_gone
 from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from llmcache.serving.refusals import Refusal

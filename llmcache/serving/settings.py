@@ -39,8 +39,8 @@ class ServerSettings(BaseModel):
     # Padding included. The warm-up lowers it so that a batch takes about 0.1 s at most.
     max_batch_tokens: int = _option(16384, "Maximum tokens per batch.", ge=1)
     max_batch_requests: int | None = _option(None, "Maximum inputs per batch.", ge=1)
-    max_streams: int = _option(8, "Maximum concurrent generations.", ge=1)  # they take turns; more wait
-    prefill_chunk: int = _option(256, "Prompt tokens computed per turn; 0: the whole prompt.", ge=0)
+    max_streams: int = _option(8, "Maximum concurrent generations.", ge=1)  # more wait
+    prefill_chunk: int = _option(96, "Prompt tokens computed between two tokens of a stream; 0: whole prompts.", ge=0)
     payload_limit: int = _option(2_000_000, "Maximum bytes of a request's body.", ge=1)
     max_queue_s: float = _option(10.0, "Seconds a request may wait before it is refused.", ge=0.001)
     batch_wait_ms: float = _option(2.0, "Milliseconds a miss waits for others to share its batch.", ge=0)

@@ -1,6 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`: the model's own tokens, whole or streamed, in OpenAI's shapes.
 
-Generations take turns. Equal requests in flight are computed once; requests of disconnected clients are not computed.
+Generations share decode steps. Equal requests in flight are computed once; requests of disconnected clients are not
+computed.
 """
 
 import json
@@ -344,6 +345,60 @@ def test_a_short_request_is_not_held_up_by_a_long_one(client: TestClient, server
     complete(client, prompt="the cash")
     assert not long.done()
     long.result()
+
+
+def test_streams_are_decoded_in_one_forward_with_their_own_tokens(serve: Serve, plain: Any, pool: Pool) -> None:
+    client = serve("decoder", BLOCKS, prefill_chunk=7)
+    drawn = {"temperature": 2.0, "top_p": 0.9, "seed": 3}
+    bodies = [{"prompt": [20 + i] * (3 * i + 1), "max_tokens": 30 + i, **(drawn if i % 2 else {})} for i in range(4)]
+    rows = list[int]()
+    model = client.server.cache.model
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    with model_held(client.server):
+        asked = [pool.submit(complete, client, ignore_eos=True, **body) for body in bodies]
+        wait_until(lambda: figure(client.server, "num_requests_running") == 4)
+    answers = [one.result() for one in asked]
+    handle.remove()
+    for i, (body, answer) in enumerate(zip(bodies, answers, strict=True)):
+        sampling = {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "seed": 3} if i % 2 else {}
+        expected = own(plain, body["prompt"], max_new_tokens=30 + i, stop_ids=(), **sampling)
+        assert answer == text_of(expected.tokens)
+    assert max(rows) == 4
+
+
+def test_prompts_that_begin_alike_are_computed_once_though_they_come_together(serve: Serve, pool: Pool) -> None:
+    client = serve("decoder", BLOCKS, prefill_chunk=16, reveal_hits=True)
+    system = [20 + i % 200 for i in range(96)]
+    with model_held(client.server):
+        asked = [pool.submit(n_cached, client, prompt=[*system, 30 + i, 40]) for i in range(4)]
+        wait_until(lambda: figure(client.server, "num_requests_running") == 4)
+    assert sorted(one.result() for one in asked) == [0, 96, 96, 96]
+
+
+def test_an_error_in_a_joint_step_ends_its_streams_and_no_later_one(
+    client: TestClient, server: Server, plain: Any, pool: Pool
+) -> None:
+    before = figure(server, "model_failures_total")
+
+    def fails(module: Any, args: Any, kwargs: Any) -> None:
+        if len(kwargs["input_ids"]) == 3:
+            raise RuntimeError
+
+    handle = server.cache.model.register_forward_pre_hook(fails, with_kwargs=True)
+    try:
+        with model_held(server):
+            asked = [
+                pool.submit(client.post, "/v1/completions", json={"prompt": [one], **LONG}) for one in (20, 21, 22)
+            ]
+            wait_until(lambda: figure(server, "num_requests_running") == 3)
+        assert {one.result().status_code for one in asked} == {500}
+    finally:
+        handle.remove()
+    assert figure(server, "model_failures_total") == before + 3
+    assert complete(client) == text_of(own(plain, ids_of(PROMPT)).tokens)
+    assert figure(server, "num_requests_running") == 0
 
 
 def test_who_waits_too_long_is_refused_and_who_has_gone_takes_no_place(models: Path, plain: Any, pool: Pool) -> None:
