@@ -130,7 +130,9 @@ class Turns:
             self._drop(kv_cache)
             return
         ids = ids.clone()
-        positions = None if positions is None else positions.expand(len(ids), -1)
+        if positions is None:  # trunks then count columns
+            positions = torch.arange(keys.shape[-2] - ids.shape[1], keys.shape[-2], device=ids.device)[None]
+        positions = positions.expand(len(ids), -1)
         with self._lock:
             self._seen[kv_cache] = keys
             for number, turn in turns.items():
@@ -138,8 +140,7 @@ class Turns:
                 turn.states.append(states[number])
                 turn.mask, turn.is_changed = None if mask is None else mask[number], True
                 turn.n_new += ids.shape[1]
-                if positions is not None:
-                    turn.positions.append(positions[number])
+                turn.positions.append(positions[number])
             due = [number for number, turn in turns.items() if turn.n_tokens // self._size > turn.n_written]
             for number in due:
                 if not self._write(turns[number]):

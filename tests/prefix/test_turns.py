@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from llmcache import LLMCache
+from llmcache.generation import Sampling, stream
+from llmcache.generation.batch import Batch
 from tests.prefix.prompts import BLOCK, close, plainly, run, wrapped
 from tests.tiny_models import batch, tokens
 
@@ -106,3 +108,22 @@ def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     n_served = max(outcome.n_prefix for outcome in cache.last)
     assert n_served == 15 if what == "nothing" else n_served <= PROMPT.shape[1] + BLOCK - 1
     assert cache.stats().errors == 0
+
+
+def test_streams_that_decode_together_keep_their_turns(llama: Any) -> None:
+    prompts, settings = [tokens(1, n, seed=n) for n in (5, 9, 6)], Sampling(max_new_tokens=10, stop_ids=())
+    with wrapped(llama) as cache:
+        batch, streams, answers = Batch(llama), [stream(llama, prompt, settings) for prompt in prompts], [[], [], []]
+        for step in range(14):
+            running = [
+                n for n in range(3) if not streams[n].stopped_by and (n < 2 or step > 3) and (n != 1 or step < 8)
+            ]
+            for n, token in zip(running, batch.step([streams[n] for n in running]), strict=True):
+                answers[n].append(token.id)
+        batch.step([])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            whole = torch.cat([prompt, torch.tensor([answer]), tokens(1, 3, seed=8)], dim=1)
+            expected = plainly(cache, whole).logits
+            close(cache(whole).logits, expected)
+            assert cache.last[0].n_prefix == prompt.shape[1] + len(answer) - 1
+        assert list(map(len, answers)) == [10, 8, 10] and cache.stats().errors == 0
