@@ -74,7 +74,7 @@ class Prefix:
     ) -> None:
         """Serve from `blocks` and from the store `stored`, and run what is left in `chunks`, if any, by `eager`.
 
-        `distinct` is told which rows of the returned states are equal.
+        `distinct` is told which of the states that a language-model head gets are equal.
         """
         config, trunk = wrapped.config, wrapped.trunk
         self._causal = wrapped.causal
@@ -439,7 +439,8 @@ class Prefix:
                 put(prefill.kv_cache, layer, keys, values)
         distinct = pool.states(device)
         states = distinct.index_select(0, index.flatten()).view(*index.shape, -1)
-        self._distinct.set(Distinct(states, distinct, index))
+        if call.n_read is not None:
+            self._distinct.set(Distinct(states, distinct, index))
         if output is None:
             of, names, _ = self.kinds[call.kind] or (tuple, (STATES, CACHE), True)
         else:
