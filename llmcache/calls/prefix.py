@@ -74,7 +74,7 @@ class Prefix:
     ) -> None:
         """Serve from `blocks` and from the store `stored`, and run what is left in `chunks`, if any, by `eager`.
 
-        `distinct` is told which rows of the returned states are equal.
+        `distinct` is told which of the states that a language-model head gets are equal.
         """
         config, trunk = wrapped.config, wrapped.trunk
         self._causal = wrapped.causal
@@ -361,7 +361,7 @@ class Prefix:
                 return self._answer_by_columns(call, prefill)
             if not prefill.n_cut:
                 return self._run(call, prefill, args, kwargs)
-            states = self._fill(prefill, call.arguments["input_ids"].device)
+            states = self._fill(call, prefill)
             output = self._run(call, prefill, *self._cut(call, prefill.n_cut, args, kwargs))
             whole = join([*(piece.to(output[0].dtype) for piece in states), output[0]])
             return with_states(output, whole)
@@ -385,15 +385,17 @@ class Prefix:
             args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
-    def _fill(self, prefill: "Prefill", device: torch.device) -> Pieces:
+    def _fill(self, call: Call, prefill: "Prefill") -> Pieces:
         """Fill the K/V cache of a single prompt with C columns; return their states as pieces of (1, C, D)."""
-        keys, values, states = (
-            [piece.to(device) for piece in pieces]
-            for pieces in zip(*runs(first_tokens(prefill.matched, prefill.n_cut)), strict=True)
-        )
+        row, device = call.rows[0], call.arguments["input_ids"].device
+        slabs = [
+            self._turn(Slab(*(one.to(device) for one in piece)), (row.start or 0) - self._origin(row))
+            for piece in runs(first_tokens(prefill.matched, prefill.n_cut))
+        ]
         for layer in range(self.depth):
-            fill(prefill.kv_cache, layer, [one[layer][None] for one in keys], [one[layer][None] for one in values])
-        return states
+            keys, values = ([getattr(slab, name)[layer][None] for slab in slabs] for name in NAMES[:2])
+            fill(prefill.kv_cache, layer, keys, values)
+        return [slab.states for slab in slabs]
 
     def _answer_by_columns(self, call: Call, prefill: "Prefill") -> Any:
         """Return the output of rows that are held in full, computed as a tree, or computed apart."""
@@ -439,7 +441,8 @@ class Prefix:
                 put(prefill.kv_cache, layer, keys, values)
         distinct = pool.states(device)
         states = distinct.index_select(0, index.flatten()).view(*index.shape, -1)
-        self._distinct.set(Distinct(states, distinct, index))
+        if call.n_read is not None:
+            self._distinct.set(Distinct(states, distinct, index))
         if output is None:
             of, names, _ = self.kinds[call.kind] or (tuple, (STATES, CACHE), True)
         else:

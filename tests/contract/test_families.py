@@ -19,8 +19,8 @@ from tests.tiny_models import VOCABULARY, batch, padded, tokens
 LAYOUTS = ("right", "left", "none", "holes")
 #: Families tested in every layout; others with padding on either side only.
 MAIN = ("bert", "roberta", "distilbert", "deberta-v2", "modernbert", "gpt2", "llama", "t5", "bart")
-#: Families whose layers share weights, or keep K/V under an unknown name.
-REFUSED = ("albert", "neox", "bloom", "falcon")
+#: Families whose layers share weights.
+REFUSED = ("albert",)
 WRAPPED = [family for family in FAMILIES if family not in REFUSED]
 #: By kind: families whose heads differ in what they read, or in how they are made.
 HEADS = {

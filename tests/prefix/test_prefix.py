@@ -11,8 +11,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from llmcache.calls.prefix import Prefix
+from tests.contract.judge import check_same
 from tests.prefix.prompts import (
     CACHES,
+    FAMILIES,
     branch,
     close,
     fail_once,
@@ -20,7 +22,7 @@ from tests.prefix.prompts import (
     run,
     wrapped,
 )
-from tests.tiny_models import batch, tokens
+from tests.tiny_models import batch, build, tokens
 
 STEM = tokens(1, 24)
 ASKED = branch(STEM, 20, 24)
@@ -90,6 +92,19 @@ def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(llama: Any) 
     where = inputs["attention_mask"].bool()
     close(cache(**inputs).logits[where], plain[where])
     assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("starts", [(0, 7), (7, 0), (7, 7)])
+def test_a_prompt_whose_positions_begin_elsewhere(family: str, starts: tuple[int, int]) -> None:
+    first, then = (torch.arange(24)[None] + start for start in starts)
+    cache = wrapped(build(FAMILIES[family]))
+    cache(STEM, position_ids=first)
+    plain = plainly(cache, ASKED, position_ids=then)
+    found = cache(ASKED, position_ids=then)
+    check_same(found, plain)
+    is_known = family != "gpt2" or starts[0] == starts[1]  # the states of learned positions are others
+    assert cache.last[0].n_prefix == 20 * is_known
 
 
 def test_a_mask_that_is_not_causal_is_left_to_the_model(llama: Any) -> None:

@@ -174,6 +174,30 @@ def test_a_hook_on_the_trunk_gets_padding_as_the_model_computes_it(gpt2: Any) ->
     close(seen[0], seen[1])
 
 
+@pytest.mark.parametrize("who", ["a hook of the trunk", "a hook of the head", "the caller"])
+def test_logits_are_made_of_states_as_they_were_edited(llama: Any, who: str) -> None:
+    ids, found = torch.cat([STEM.expand(4, -1), torch.arange(5, 9)[:, None]], dim=1), []
+
+    def edit(states: Tensor) -> None:
+        states[1:] *= 2
+
+    cache = wrapped(llama)
+    if who == "a hook of the trunk":
+        llama.model.register_forward_hook(lambda *given: edit(given[-1][0]))
+    elif who == "a hook of the head":
+        llama.lm_head.register_forward_pre_hook(lambda *given: edit(given[-1][0]))
+    for call in (cache, partial(plainly, cache), cache):
+        if who == "the caller":
+            states = run(llama.model, ids)[0]
+            with torch.inference_mode():
+                edit(states)
+                found.append(llama.lm_head(states if call is cache else states.clone()))
+        else:
+            found.append(call(ids).logits)
+    close(found[0], found[1])
+    close(found[2], found[1])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "how",
