@@ -1,4 +1,4 @@
-"""Writes `docs/families.md`: the decoders of transformers that are served from stored beginnings, and why others are not.
+"""Writes `docs/families.md`: which decoders of transformers are served from stored beginnings, and why others are not.
 
 Each class for causal language models is built tiny, with random weights, and generates from prompts that share
 beginnings: plainly, then with a cache, one prompt a call and in padded batches. Run it as
@@ -28,15 +28,23 @@ HEADER = """\
 Made by `make families` with transformers {version}; do not edit.
 
 A decoder is not looked up in a table: `wrap` [tries](prefix.md#when-it-applies) what its trunk does. Here each class of
-transformers for causal language models is built tiny, with random weights, float32. It generates {n_new} tokens from {n}
-prompts of {n_tokens:,} tokens in all, {n_shared:,} of which repeat the beginning of an earlier prompt in whole blocks of
-{block}: plainly, then with the cache, one prompt a call (*alone*) and {rows} padded prompts a call (*in batches*). The
-columns say how many tokens were not computed, `packed` whether several prompts are computed in one row. **Wrong**: prompts
-whose generated tokens are not those of the plain model.
+transformers for causal language models is built tiny, with random weights, in float32. It generates {n_new} tokens from
+{n} prompts of {n_tokens} tokens in all, of which {n_shared} repeat the beginning of an earlier prompt: plainly, then
+with the cache, with one prompt a call (*alone*), and with {rows} padded prompts a call (*in batches*). The columns say
+how many tokens of the prompts were not computed. *Packed*: several prompts are computed in one row. *Wrong*: how many
+prompts were continued otherwise than without the cache, in both ways.
 """
 N_NEW, BLOCK, ROWS = 4, 8, 4
+_NO_END = {"eos_token_id": None, "pad_token_id": 0}
 _VOCABULARY, _MOST_PARAMETERS = 96, 2_000_000
-_WAYS = ((), ("layer_types",), ("head_dim",), ("num_key_value_heads",), ("layer_types", "head_dim"))
+#: Changes of these sizes, tried in turn; None: as the config has it.
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"layer_types": None},
+    {"head_dim": None},
+    {"layer_types": None, "head_dim": None, "num_key_value_heads": None},
+)
 _WIDTH: dict[str, int] = dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32)
 _DEPTH: dict[str, int] = dict.fromkeys(
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 4
@@ -68,25 +76,33 @@ _STATES: dict[str, int] = {
         ("mamba_d_state", "state_size", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"), 8
     ),
     **dict.fromkeys(("mamba_n_heads", "mamba_expand", "linear_num_key_heads", "linear_num_value_heads"), 2),
-    **{"mamba_d_head": 32, "mamba_n_groups": 1, "mamba_chunk_size": 16, "mamba_d_ssm": 64},
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+    "mamba_d_ssm": 64,
 }
-#: Sizes of tiny models, under all names that configs have for them.
-SIZES: dict[str, Any] = {
-    **{"vocab_size": _VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True},
-    **{**_WIDTH, **_DEPTH, **_HEADS, **_INNER, **_EXPERTS, **_STATES},
+_OTHERS: dict[str, Any] = {
     **dict.fromkeys(("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
-    **{"num_key_value_heads": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "index_n_heads": 2, "index_topk": 8},
-    **{
-        "sliding_window": 20,
-        "window_size": 20,
-        "attention_chunk_size": 24,
-        "rotary_dim": 4,
-        "query_pre_attn_scalar": 8,
-    },
-    **{"attention_types": [[["global", "local"], 2]], "hidden_size_per_layer_input": 8, "laurel_rank": 8},
-    **{"vocab_size_per_layer_input": _VOCABULARY, "num_kv_shared_layers": 0, "altup_num_inputs": 2},
+    **dict.fromkeys(("sliding_window", "window_size"), 20),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("query_pre_attn_scalar", "hidden_size_per_layer_input", "laurel_rank", "index_topk"), 8),
+    **dict.fromkeys(("num_key_value_heads", "index_n_heads", "altup_num_inputs"), 2),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
+    **dict.fromkeys(("full_attn_idxs", "attn_layer_indices"), [1, 3]),
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "attention_chunk_size": 24,
+    "rotary_dim": 4,
+    "num_kv_shared_layers": 0,
+    "attention_types": [[["global", "local"], 2]],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "is_decoder": True,
 }
+#: Sizes of tiny models, under all names that configs have for them.
+SIZES: dict[str, Any] = _WIDTH | _DEPTH | _HEADS | _INNER | _EXPERTS | _STATES | _OTHERS
 
 
 @dataclass(frozen=True)
@@ -102,18 +118,14 @@ class Tried:
     reason: str = ""  # why nothing is served
 
 
-def tiny_config(kind: type[Any]) -> Any:
-    """Return a config of this class with tiny sizes; the last error if none can be made."""
-    usual, error = kind(), None
+def tiny_config(kind: type[Any], changes: dict[str, Any]) -> Any:
+    """Return a config of this class with tiny sizes, some of them changed."""
+    usual = kind()
     sizes = {name: value for name, value in SIZES.items() if _has(usual, name)}
     if kinds := getattr(usual, "layer_types", None):
         sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
-    for left_out in _WAYS:
-        try:
-            return kind(**{name: value for name, value in sizes.items() if name not in left_out})
-        except Exception as failed:  # configs check their settings in many ways
-            error = failed
-    raise error or ValueError(kind.__name__)
+    changed = sizes | {name: value for name, value in changes.items() if name in sizes}
+    return kind(**{name: value for name, value in changed.items() if value is not None})
 
 
 def _has(config: Any, name: str) -> bool:
@@ -124,9 +136,21 @@ def _has(config: Any, name: str) -> bool:
 
 
 def build(name: str) -> Any:
-    """Return a seeded tiny model of a class, with large weights, which tell inputs apart."""
-    kind = getattr(tf, name)
-    config = tiny_config(kind.config_class)
+    """Return a tiny model of a class that generates; the last error if there is none."""
+    failed: Exception = ValueError(name)
+    for changes in _WAYS:
+        try:
+            model = _build(getattr(tf, name), changes)
+            generate(model, *next(batches(1)))
+            return model
+        except Exception as error:  # configs and models check sizes in many ways
+            failed = error
+    raise failed
+
+
+def _build(kind: Any, changes: dict[str, Any]) -> Any:
+    """Return a seeded model with large weights, which tell inputs apart."""
+    config = tiny_config(kind.config_class, changes)
     with torch.device("meta"):
         n_parameters = sum(one.numel() for one in kind(config).parameters())
     if n_parameters > _MOST_PARAMETERS:
@@ -167,7 +191,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """Return the tokens (B, N_NEW) that a model chooses greedily."""
     with torch.inference_mode():
         made: Tensor = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=N_NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            input_ids=ids, attention_mask=mask, max_new_tokens=N_NEW, do_sample=False, use_cache=True, **_NO_END
         )
     return made[:, ids.shape[1] :]
 
@@ -190,20 +214,24 @@ def try_class(name: str) -> Tried:
             stats = cache.stats()
         n_wrong += sum(int((one != other).any(1).sum()) for one, other in zip(found, expected, strict=True))
         served[rows] = stats.n_prefix_tokens
-        reason = reason or ", ".join(f"`{one}`" for one in stats.bypassed)
+        bypassed = (f"`{one}`" for one in stats.bypassed)
+        reason = reason or ", ".join(bypassed)
     allowed = look_at(locate(model))
-    return Tried(name, True, allowed.packs, served[1], served[ROWS], n_wrong, reason or allowed.reason)
+    reason = reason or allowed.reason or "the kind of its K/V cache"
+    return Tried(name, True, allowed.packs, served[1], served[ROWS], n_wrong, reason)
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """Return how many tokens two prompts begin with in common."""
+    n = min(len(one), len(other))
+    return int((one[:n] == other[:n]).cumprod(0).sum())
 
 
 def render(tried: Sequence[Tried]) -> str:
     """Return the page."""
-    own, n_shared = prompts(), 0
-    for number, ids in enumerate(own):
-        common = (
-            int((ids[:n] == other[:n]).cumprod(0).sum()) for other in own[:number] for n in [min(len(ids), len(other))]
-        )
-        n_shared += max(common, default=0) // BLOCK * BLOCK
-    numbers = {"n": len(own), "n_tokens": sum(map(len, own)), "n_shared": n_shared, "n_new": N_NEW}
+    own = prompts()
+    n_shared = sum(max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own))
+    numbers = {"n": len(own), "n_tokens": sum(map(len, own)), "n_shared": n_shared, "n_new": N_NEW, "rows": ROWS}
     served = [one for one in tried if one.alone or one.batched]
     others = [one for one in tried if one.is_built and not (one.alone or one.batched)]
     cells = [(f"`{one.name}`", one.alone, one.batched, "yes" if one.packs else "", one.n_wrong) for one in served]
@@ -211,7 +239,7 @@ def render(tried: Sequence[Tried]) -> str:
     left_out = ", ".join(f"`{one.name}`" for one in tried if not one.is_built)
     return "\n".join(
         (
-            HEADER.format(version=tf.__version__, block=BLOCK, rows=ROWS, **numbers),
+            HEADER.format(version=tf.__version__, **numbers),
             f"Served: {len(served)} of {len(served) + len(others)} classes; {n_wrong} prompts came out wrong.\n",
             "## Served\n",
             markdown.table(("class", "alone", "in batches", "packed", "wrong"), cells),
@@ -233,7 +261,8 @@ def main(arguments: Sequence[str]) -> None:
     parsed = parser.parse_args(arguments)
     tf.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
-    every = sorted(name for name in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) if hasattr(tf, name))
+    names = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if not name.endswith("ConditionalGeneration")}
+    every = sorted(name for name in names if hasattr(tf, name))
     tried = []
     for name in parsed.only or every:
         tried.append(try_class(name))

@@ -54,8 +54,8 @@ class Causal:
         counts_padding: They do so by their number.
         is_by_column: A token's position, if none is passed, is its column, padding included.
         rotates: How `rotate` makes the keys of tokens at other positions, one of `LAYOUTS`; "" if it does not.
-        makes_dynamic_cache: It makes a `DynamicCache` of its config if it is passed no cache and `use_cache=True`, and
-            none with `use_cache=False`; if that is not passed, as the config says.
+        makes_dynamic_cache: It makes a `DynamicCache` of its config if it is passed no cache, and `use_cache` is True
+            as passed, or else in its config; none if that is False.
         windows: By layer, to how many tokens a token attends, itself included; None: to all.
         reason: Why it does not cut, in words; "" if it does.
     """
@@ -96,7 +96,7 @@ class Causality:
 
 
 def look_at(trunk: Trunk) -> Causal:
-    """Return what a trial shows of a trunk with its present settings; at most ten forwards of up to 90 tokens."""
+    """Return what a trial shows of a trunk with its present settings; at most eleven forwards of up to 94 tokens."""
     if isinstance(trunk.module, CallableTrunk):
         return Causal(reason="it is called as a whole")
     try:
@@ -218,14 +218,14 @@ class _Trial:
         return Causal(knows_padding=knows_padding, counts_padding=not is_same, is_by_column=is_by_column)
 
     def _makes_dynamic_cache(self) -> bool:
-        def made(**asked: bool) -> Any:
+        def cache_of(**asked: bool) -> Any:
             parts = parts_of(self._module(input_ids=self._ids[:, :2], **asked))
             return parts.get(CACHE, parts.get(1))
 
-        kv_cache, usual = made(use_cache=True), DynamicCache(config=self._module.config)
+        kv_cache, usual = cache_of(use_cache=True), DynamicCache(config=self._module.config)
         is_usual = type(kv_cache) is DynamicCache and [*map(type, kv_cache.layers)] == [*map(type, usual.layers)]
-        is_default = bool(setting(self._module.config, "use_cache"))
-        return is_usual and made(use_cache=False) is None and (made() is not None) is is_default
+        heeds_config = (cache_of() is not None) == bool(setting(self._module.config, "use_cache"))
+        return is_usual and heeds_config and cache_of(use_cache=False) is None
 
     def _find_rotation(self) -> str:
         """Return the layout by which `rotate` makes the keys of all layers at later positions; values do not change."""
