@@ -7,8 +7,10 @@ STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
+GPU_PARTS := gpu-contract gpu-calls gpu-generation gpu-prefixes gpu-trees
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs fix serve bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs fix serve gpu gpu-parts $(GPU_PARTS) bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -97,9 +99,10 @@ fix: setup ## Format, and repair what ruff can repair.
 # are 2.4 GB, on the device as well. A model with a language-model head is not compiled: its cache keeps K/V, which graphs
 # do not fill. To try it out, in some minutes:
 #   make bench-gpu DEVICE=cpu MODELS=distilbert GENERATE= COMPILED=distilbert MODES=null BANKS=host DTYPES=float32 \
-#       BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64 GPU_RESULTS=build/gpu
+#       BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64
 # Models may also be folders, or names in $LLMCACHE_MODELS.
 DEVICE         ?= cuda
+TRIAL          := $(filter cpu,$(DEVICE))
 DTYPES         ?= float32,bfloat16
 BATCH_SIZES    ?= 1,8,32,128
 BANKS          ?= host,device
@@ -114,13 +117,13 @@ COMPILED       ?= bert-base,minilm-l6,gpt2,smollm2-135m
 MODES          ?= null,reduce-overhead
 BACKEND        ?= inductor
 LENGTHS        ?= 32,128
-GPU_RESULTS    ?= results/gpu
+GPU_RESULTS    ?= $(if $(TRIAL),build,results)/gpu
 
 COMMA := ,
 # A list of lists: one run for each.
 each   = [[$(subst $(COMMA),]$(COMMA)[,$(1))]]
 
-bench-gpu: setup ## Measure latency on a GPU, if one is at hand, into results/gpu; the Makefile says how to shorten it.
+bench-gpu: setup ## Measure latency on a GPU at length, if one is at hand, into results/gpu; the Makefile says how to shorten it.
 	$(BIN)/python -m experiments.measures.bench.at_hand $(DEVICE) $(GPU_RESULTS); \
 	    case $$? in 0) $(MAKE) bench-device;; 3) ;; *) exit 1;; esac
 
@@ -136,6 +139,39 @@ bench-device: ## The same, without asking first whether the device is there.
 	    --set 'seq_lens=[$(LENGTHS)]' --set 'buckets=[$(LENGTHS)]' --set 'mode=[$(MODES)]' --set backend=$(BACKEND)
 	$(if $(GENERATE),$(BIN)/llmcache run configs/prefix_decode.yaml $(ON_DEVICE) --set 'models=[$(GENERATE)]' \
 	    --set rounds=$(GENERATIONS))
+
+# The short run: the contract on the device; then calls of MiniLM, first tokens of SmolLM2 with and without known beginnings,
+# and trees beside plain batches. Architectures have random weights, so nothing is fetched; ENCODER and DECODER may name
+# others. A part that fails does not stop the next; `make gpu-trees` runs one alone. DEVICE=cpu tries all with small sizes.
+ENCODER ?= minilm-l6
+DECODER ?= smollm2-135m
+# Of two lists of settings, the one that suits the device.
+sized    = $(addprefix --set ,$(if $(TRIAL),$(2),$(1)))
+GPU_RUN  = $(BIN)/llmcache run --results-dir $(GPU_RESULTS) --set device=$(DEVICE)
+
+gpu: setup ## Check and measure on a GPU, if one is at hand, in about 4 minutes, into results/gpu; DEVICE=cpu tries it out.
+	$(BIN)/python -m experiments.measures.bench.at_hand $(DEVICE) $(GPU_RESULTS); \
+	    case $$? in 0) $(MAKE) --keep-going gpu-parts;; 3) ;; *) exit 1;; esac
+
+gpu-parts: $(GPU_PARTS)
+
+gpu-contract:
+	LLMCACHE_TEST_DEVICE=$(DEVICE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -p no:schemathesis -q tests/contract/test_device.py
+
+gpu-calls:
+	$(GPU_RUN) configs/compiled.yaml --set 'models=[$(ENCODER)]' \
+	    $(call sized,'batch_sizes=[1$(COMMA)32]' 'seq_lens=[32]' 'buckets=[32]' rounds=50,'batch_sizes=[1$(COMMA)2]' 'seq_lens=[8]' 'buckets=[16]' rounds=10 backend=eager)
+
+gpu-generation:
+	$(GPU_RUN) configs/prefix_decode.yaml --set 'models=[$(DECODER)]' \
+	    $(call sized,new_tokens=8 rounds=10,prompt_tokens=40 shared_tokens=32 new_tokens=3 rounds=3)
+
+gpu-prefixes:
+	$(GPU_RUN) configs/prefix_limit.yaml --set 'models=[$(DECODER)]' --set 'banks=[host$(COMMA)device]' --set batching=false \
+	    --set 'shares=[0.5$(COMMA)0.9]' $(call sized,rounds=10,'lengths=[64]' rounds=2)
+
+gpu-trees:
+	$(GPU_RUN) configs/prefix_tree.yaml --set 'model=$(DECODER)' $(call sized,rounds=3,scale=0.05 rounds=1)
 
 clean: ## Remove .venv, build output and tool caches.
 	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.bench.latency import BANKS
 from experiments.measures.harness import interleaved
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import Requests, build, check
@@ -52,6 +53,8 @@ class PrefixLimit(Experiment):
     shares: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.5, 0.75, 0.9, 0.97), min_length=1)
     rounds: int = Field(default=5, ge=1)  # prompts for each way, after one that is not counted
     batching: bool = True  # also measure transformers' continuous batching
+    device: str = "cpu"  # torch device
+    banks: Literal["host", "device"] = "host"  # where K/V is kept; the same on a CPU
 
     def check(self) -> None:
         for length in self.lengths:
@@ -74,7 +77,7 @@ def run(experiment: PrefixLimit, folders: Folders) -> Outcome:
             except ValueError as error:
                 rows.append(_row(model, length, None) | {"not_run": str(error)})
                 continue
-            module = build(name, experiment.seed, "cpu", head="token").model
+            module = build(name, experiment.seed, experiment.device, head="token").model
             module.config.use_cache = True
             for share in experiment.shares:
                 rows.append(_row(model, length, share) | _measure(experiment, module, length, share))
@@ -90,10 +93,11 @@ def _row(model: str, length: int, share: float | None) -> dict[str, Any]:
 def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) -> dict[str, Any]:
     """Return the figures for one length and share; times in ms, `of_limit` is a median over rounds."""
     known = n_known(length, share)
-    requests = Requests(module.config, 1, length, experiment.seed, "cpu")
-    first = requests.fresh()[:, :known]
+    requests = Requests(module.config, 1, length, experiment.seed, experiment.device)
+    first = requests.fresh()[:, :known].to(experiment.device)
     wrapped = copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-    cache, clock = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES), Clock("cpu")
+    cache = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES, device=BANKS[experiment.banks])
+    clock = Clock(experiment.device)
     prompts: list[Tensor] = []  # one a round
     copies: list[float] = []
     served: list[int] = []
@@ -108,7 +112,7 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
 
         def draw() -> Iterator[int]:
             for number in range(experiment.rounds + 1):  # the first round stores the shared prefix
-                prompts.append(torch.cat([first, requests.fresh()[:, known:]], dim=1))
+                prompts.append(torch.cat([first, requests.fresh()[:, known:].to(first.device)], dim=1))
                 yield number
 
         def call(way: str, number: int) -> tuple[float, Any]:

@@ -7,24 +7,27 @@
 | `ideal` | different beginnings among the tokens of a case's prompts, each token computed once; one for a repeat |
 
 Prompts are random tokens, since neither columns nor times depend on their content. A round makes the calls of a case
-without a cache, and in a new cache, in alternating order.
+without a cache, and in a new cache, in alternating order. Times are CPU seconds on a CPU, on a GPU by CUDA events.
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import process_time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.bench.latency import BANKS
 from experiments.measures.columns import columns_of
 from experiments.models.architectures import build
 from experiments.models.loading import find
+from experiments.support.clock import HOST, Clock, Made
 from experiments.support.files import Folders
 from llmcache import LLMCache
 
@@ -37,6 +40,8 @@ class TreeExperiment(Experiment):
     rounds: int = Field(default=3, ge=1)
     scale: float = Field(default=1.0, gt=0)  # of all lengths
     cases: tuple[str, ...] = ()  # names of cases; empty: all
+    device: str = "cpu"  # torch device
+    banks: Literal["host", "device"] = "host"  # where K/V is kept; the same on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ CASES: Mapping[str, Case] = {
 
 
 def run(experiment: TreeExperiment, folders: Folders) -> Outcome:
-    model = build(find(experiment.model, folders.models), experiment.seed, "cpu", head="token").model
+    model = build(find(experiment.model, folders.models), experiment.seed, experiment.device, head="token").model
     model.config.use_cache = True
     names = experiment.cases or tuple(CASES)
     rows = [row for name in names for row in _rounds(experiment, model, name)]
@@ -169,7 +174,7 @@ def _rounds(experiment: TreeExperiment, model: Any, name: str) -> Iterator[dict[
         calls = CASES[name](Tokens(model.config.vocab_size, experiment.scale, experiment.seed + number))
         found: dict[bool, tuple[int, float, list[Tensor]]] = {}
         for is_cached in (False, True) if number % 2 == 0 else (True, False):
-            found[is_cached] = _make(model, calls, is_cached)
+            found[is_cached] = _make(model, calls, BANKS[experiment.banks] if is_cached else None)
         plain, cached = found[False], found[True]
         pairs = [(one.float(), other.float()) for one, other in zip(plain[2], cached[2], strict=True)]
         yield {
@@ -186,21 +191,24 @@ def _rounds(experiment: TreeExperiment, model: Any, name: str) -> Iterator[dict[
         }
 
 
-def _make(model: Any, calls: Sequence[Call], is_cached: bool) -> tuple[int, float, list[Tensor]]:
-    """Make calls; return columns, CPU seconds, and of each call the logits of each row's last token, or the new ids."""
-    cache, answers, seconds = LLMCache.wrap(model, auto_bypass=False) if is_cached else None, [], 0.0
+def _make(model: Any, calls: Sequence[Call], kept_on: str | None) -> tuple[int, float, list[Tensor]]:
+    """Make calls, with a cache on `kept_on` if that is given.
+
+    Return columns, seconds, and of each call the logits of each row's last token, or the new ids.
+    """
+    cache = None if kept_on is None else LLMCache.wrap(model, auto_bypass=False, device=kept_on)
+    answers, seconds = list[Tensor](), 0.0
     with torch.inference_mode(), columns_of(model) as columns:
         for call in calls:
-            inputs = _inputs(call)
+            inputs = {name: value.to(model.device) for name, value in _inputs(call).items()}
             torch.manual_seed(0)
-            begun = process_time()
+            asked = partial(model.generate, max_new_tokens=call.n_new, pad_token_id=0) if call.n_new else model
+            spent, made = _timed(Clock(model.device), partial(asked, **inputs, **(call.more or {})))
+            seconds += spent
             if call.n_new:
-                ids = model.generate(**inputs, max_new_tokens=call.n_new, pad_token_id=0, **(call.more or {}))
-                seconds += process_time() - begun
-                answers.append(torch.nn.functional.one_hot(ids, model.config.vocab_size))
+                answers.append(torch.nn.functional.one_hot(made, model.config.vocab_size))
                 continue
-            logits = model(**inputs, **(call.more or {})).logits
-            seconds += process_time() - begun
+            logits = made.logits
             last = inputs["attention_mask"].shape[1] - 1 - inputs["attention_mask"].flip(1).argmax(1)
             answers.append(logits[range(len(last)), last - (inputs["input_ids"].shape[1] - logits.shape[1])].clone())
     if cache is not None:
@@ -208,6 +216,16 @@ def _make(model: Any, calls: Sequence[Call], is_cached: bool) -> tuple[int, floa
             raise RuntimeError(f"the cache failed: {cache.stats().health}")
         cache.unwrap()
     return columns[0], seconds, answers
+
+
+def _timed(clock: Clock, call: Callable[[], Made]) -> tuple[float, Made]:
+    """Return the seconds of a call, and what it returned."""
+    if clock.name != HOST:
+        spent, made = clock.time(call)
+        return spent.ms / 1e3, made
+    begun = process_time()
+    made = call()
+    return process_time() - begun, made
 
 
 def _inputs(call: Call) -> dict[str, Tensor]:

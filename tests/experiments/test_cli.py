@@ -19,7 +19,8 @@ from experiments.measures.base import Outcome
 from experiments.methods import METHODS
 from experiments.models import loading
 from experiments.models.loading import UNTRAINED, load
-from experiments.runs import runner
+from experiments.report.pages import card
+from experiments.runs import read, runner
 from experiments.runs.grid import load_experiments
 from experiments.runs.runner import RunFolder
 from experiments.support.files import Folders, held
@@ -192,6 +193,30 @@ def test_a_benchmark_writes_every_figure(config: Path, command: Commands) -> Non
     assert json.loads(Path("figures.json").read_text())["payload_bytes_per_entry"] == 64
 
 
+def programs_of(*given: str) -> list[list[str]]:
+    """Return the arguments of each `llmcache` that `make` would run."""
+    printed = subprocess.check_output(["make", "--dry-run", "--no-print-directory", *given], text=True)
+    lines = printed.replace("\\\n", "").splitlines()
+    return [shlex.split(line)[1:] for line in lines if "/llmcache " in line]
+
+
+def test_each_part_of_the_short_gpu_run_runs_on_a_cpu_and_fills_its_table(
+    tmp_path: Path, models: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(read, "was_idle", lambda env: True)
+    given = f"DEVICE=cpu ENCODER=bert DECODER=gpt2-tiny GPU_RESULTS={tmp_path / 'gpu'}".split()
+    ran = programs_of("gpu-parts", *given)
+    assert len(ran) == len(card.TABLES) == 4
+    for words, show in zip(ran, card.TABLES.values(), strict=True):
+        assert "not measured" in show(tmp_path)
+        assert command(*words, "--models-dir", models) == 0, command.err
+        _, _, *rows = show(tmp_path).splitlines()
+        assert rows and all(row.startswith("| none | ") for row in rows)
+        assert "gpt2-tiny" in rows[0] or "bert" in rows[0]
+        assert all(row.count("|") == rows[0].count("|") for row in rows)
+
+
 def test_the_gpu_target_measures_all_that_it_says(
     tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,10 +224,8 @@ def test_the_gpu_target_measures_all_that_it_says(
     monkeypatch.chdir(ROOT)
     ran = fake(monkeypatch, {"summary": []})
     given = f"BATCH_SIZES=1,2 MODELS=a,b GENERATE=b COMPILED=a MODES=null GPU_RESULTS={tmp_path}".split()
-    printed = subprocess.check_output(["make", "--dry-run", "--no-print-directory", "bench-device", *given], text=True)
-    for line in printed.replace("\\\n", "").splitlines():
-        if "/llmcache " in line:
-            assert command(*shlex.split(line)[1:]) == 0
+    for words in programs_of("bench-device", *given):
+        assert command(*words) == 0
     asked = [(one.measure, one.models, getattr(one, "batch_sizes", ())) for one in ran]
     calls = [
         (measure, models, (n,)) for measure, models in (("latency", ("a", "b")), ("compiled", ("a",))) for n in (1, 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.report import columns as show
 from experiments.report import tables
 from experiments.report.claims import judge, verdicts
-from experiments.report.pages import costs, modes, streams
+from experiments.report.pages import card, costs, modes, streams
 from experiments.report.pages.files import all_of, any_of, claims_runs, runs_of
 from experiments.report.pictures import PICTURES, save
 from llmcache import ConfigError
@@ -68,6 +68,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "ablation_eviction": all_of(tables.observed, "ablation_eviction"),
     "costs": costs.costs,
     "first_hit": all_of(by_row(show.COMMANDS), "first_hit"),
+    **card.TABLES,
 }
 #: Experiments in the picture of each page.
 SHOWN: Mapping[str, Sequence[str]] = {
@@ -82,7 +83,10 @@ SHOWN: Mapping[str, Sequence[str]] = {
 #: Pictures of times, which leave out runs on a busy machine; without others, the old picture stays.
 TIMED = ("speed", "serving")
 #: Pages with tables, by path in the checkout, and the relative path from the page to the root.
-PAGES: Mapping[str, str] = {"README.md": "", **{f"docs/results/{name}.md": "../../" for name in ("index", *SHOWN)}}
+PAGES: Mapping[str, str] = {
+    "README.md": "",
+    **{f"docs/results/{name}.md": "../../" for name in ("index", "gpu", *SHOWN)},
+}
 MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
 
 
