@@ -108,7 +108,7 @@ class Branch:
 
     def n_kept(self) -> int:
         """Return how many tokens at its beginning have K/V."""
-        return max((one.end for one in self.path if one.is_inner or one.parts is None), default=0)
+        return max((one.end for one in self.path if one.is_inner), default=0)
 
 
 class Tree:

@@ -91,6 +91,8 @@ class Call:
 
     def reads_padding(self, row: Row) -> bool:
         """Whether the states of a row's padding may be read, so that they must be the model's."""
+        if row.layout:  # a sentence model keeps it beside the key; who calls its trunk directly reads it
+            return True
         if not row.has_layout or self.n_read is None or not isinstance(row.valid, slice):
             return row.has_layout
         n_tokens = self.requests.ids.shape[1]
