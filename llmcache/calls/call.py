@@ -384,6 +384,12 @@ class CachedForward(Swap, ContextFlags):
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
 
+    def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
+        """Keep what decode steps add to a K/V cache that rows of others were copied into; see `Turns.join`."""
+        if self.prefix is not None:
+            with self._counters.guard("keep a turn"):
+                self.prefix.turns.join(kv_cache, rows)
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trunk's output: hits from memory, other rows computed."""
         if self.is_retired:

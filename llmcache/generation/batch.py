@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from llmcache.calls.call import CachedForward
 from llmcache.errors import UnsupportedModelError
 from llmcache.generation.kv_caches import has_window, held_nbytes
 from llmcache.generation.results import Token
@@ -24,7 +23,7 @@ from llmcache.generation.stream import Stream
 from llmcache.generation.validation import decoder_config
 from llmcache.models.adapters import locate
 from llmcache.models.coupling import find_coupling
-from llmcache.models.hooks import listener_of
+from llmcache.models.hooks import Listener, listener_of
 from llmcache.models.rope import steady_length
 
 _N_SPARE = 64  # columns allocated ahead
@@ -133,7 +132,7 @@ class _Group:
     def _run(self, model: Any) -> Tensor:
         """Return the logits (B, 1, V) after the newest tokens; their K/V is then held."""
         if not self._is_laid:
-            self._lay(model)
+            self._lay(listener_of(model))
         ids = torch.stack([stream.newest for stream in self.streams])
         lengths = torch.tensor(self._lengths, device=ids.device)
         for layer in self._kv_cache.layers:
@@ -143,16 +142,15 @@ class _Group:
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
-    def _lay(self, model: Any) -> None:
-        """Copy the K/V of all rows into a new joint cache."""
+    def _lay(self, listener: Listener | None) -> None:
+        """Copy the K/V of all rows into a new joint cache, and tell the cache on the model, if any."""
         first, _ = self._sources[0]
         kv_cache = DynamicCache()
         for number in range(len(first.layers)):
             held = [(source.layers[number], row) for source, row in self._sources]
             kv_cache.layers.append(_Layer(held, self._lengths))
-        forward = listener_of(model)
-        if isinstance(forward, CachedForward) and forward.prefix is not None:
-            forward.prefix.turns.join(kv_cache, self._sources)
+        if listener is not None:
+            listener.join(kv_cache, self._sources)
         self._kv_cache = kv_cache
         self._sources = [(kv_cache, row) for row in range(len(self._lengths))]
         self._is_laid = True

@@ -118,10 +118,7 @@ class Stream(Iterator[Token]):
         if self.kv_cache is None:
             raise StopIteration
         try:
-            if self._tokens:
-                logits = decode_step(self.model, self.newest, self.kv_cache)
-            else:
-                logits = self._run_prompt()
+            logits = decode_step(self.model, self.newest, self.kv_cache) if self._tokens else self._run_prompt()
             return self.take(logits, held_nbytes(self.kv_cache))
         except BaseException:
             self.close()

@@ -41,6 +41,9 @@ class Listener(Protocol):
     def last(self) -> Sequence[Any]:
         """The outcome of each row of this thread's last call."""
 
+    def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
+        """Follow a K/V cache into which rows of others, each a K/V cache and a number, were copied in this order."""
+
 
 class _Override:
     """An attribute of a module that overrides a method of its class; a copy of the module gets the class's method."""

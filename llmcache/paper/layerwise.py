@@ -5,7 +5,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -337,6 +337,9 @@ class Layerwise(ContextFlags):
         """The outcome of each row of this thread's last call."""
         outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
         return outcomes
+
+    def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
+        """Follow nothing: generated tokens are not stored."""
 
     def stats(self) -> Stats:
         """Return the counts since the start or `restart_stats`, and the figures of what is held now."""
