@@ -167,7 +167,7 @@ gpu-generation:
 	    $(call sized,new_tokens=8 rounds=10,prompt_tokens=40 shared_tokens=32 new_tokens=3 rounds=3)
 
 gpu-prefixes:
-	$(GPU_RUN) configs/prefix_limit.yaml --set 'models=[$(DECODER)]' --set 'banks=[host$(COMMA)device]' --set batching=false \
+	$(GPU_RUN) configs/prefix_limit.yaml --set 'models=[$(DECODER)]' --set 'kept_on=[host$(COMMA)device]' --set batching=false \
 	    --set 'shares=[0.5$(COMMA)0.9]' $(call sized,rounds=10,'lengths=[64]' rounds=2)
 
 gpu-trees:

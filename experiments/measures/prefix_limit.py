@@ -54,7 +54,7 @@ class PrefixLimit(Experiment):
     rounds: int = Field(default=5, ge=1)  # prompts for each way, after one that is not counted
     batching: bool = True  # also measure transformers' continuous batching
     device: str = "cpu"  # torch device
-    banks: Literal["host", "device"] = "host"  # where K/V is kept; the same on a CPU
+    kept_on: Literal["host", "device"] = "host"  # where K/V is kept; the same on a CPU
 
     def check(self) -> None:
         for length in self.lengths:
@@ -96,7 +96,7 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
     requests = Requests(module.config, 1, length, experiment.seed, experiment.device)
     first = requests.fresh()[:, :known].to(experiment.device)
     wrapped = copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
-    cache = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES, device=BANKS[experiment.banks])
+    cache = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES, device=BANKS[experiment.kept_on])
     clock = Clock(experiment.device)
     prompts: list[Tensor] = []  # one a round
     copies: list[float] = []

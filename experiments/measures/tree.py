@@ -41,7 +41,7 @@ class TreeExperiment(Experiment):
     scale: float = Field(default=1.0, gt=0)  # of all lengths
     cases: tuple[str, ...] = ()  # names of cases; empty: all
     device: str = "cpu"  # torch device
-    banks: Literal["host", "device"] = "host"  # where K/V is kept; the same on a CPU
+    kept_on: Literal["host", "device"] = "host"  # where K/V is kept; the same on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _rounds(experiment: TreeExperiment, model: Any, name: str) -> Iterator[dict[
         calls = CASES[name](Tokens(model.config.vocab_size, experiment.scale, experiment.seed + number))
         found: dict[bool, tuple[int, float, list[Tensor]]] = {}
         for is_cached in (False, True) if number % 2 == 0 else (True, False):
-            found[is_cached] = _make(model, calls, BANKS[experiment.banks] if is_cached else None)
+            found[is_cached] = _make(model, calls, BANKS[experiment.kept_on] if is_cached else None)
         plain, cached = found[False], found[True]
         pairs = [(one.float(), other.float()) for one, other in zip(plain[2], cached[2], strict=True)]
         yield {

@@ -12,7 +12,7 @@ from experiments.report.tables import by_row, figure, generations
 #: The card; and where entries are kept.
 CARD: Mapping[str, Cell] = {
     "card": lambda row: row["run"].env["gpu"] or "none",
-    "entries on": lambda row: row["banks"] if "banks" in row else row["run"].config["banks"],
+    "entries on": lambda row: row["banks"] if "banks" in row else row["run"].config["kept_on"],
 }
 CALLS: Mapping[str, Cell] = {**CARD, "dtype": itemgetter("dtype"), **show.COMPILED}
 GENERATION: Mapping[str, Cell] = {**CARD, **{name: itemgetter(name) for name in ("model", "dtype")}, **show.GENERATION}
