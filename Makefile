@@ -10,7 +10,7 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 GPU_PARTS := gpu-contract gpu-calls gpu-generation gpu-prefixes gpu-trees
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs fix serve gpu gpu-parts $(GPU_PARTS) bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs families fix serve gpu gpu-parts $(GPU_PARTS) bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -88,6 +88,9 @@ docs: setup ## Write docs/cli.md, docs/settings.md and the tables from results/,
 	$(BIN)/python -m tests.reference docs
 	$(BIN)/python -m experiments.report.pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+families: setup ## Write docs/families.md by running a tiny model of every decoder of transformers; takes ten minutes.
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m experiments.report.families docs/families.md
 
 fix: setup ## Format, and repair what ruff can repair.
 	$(BIN)/ruff check --fix .

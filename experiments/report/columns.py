@@ -223,11 +223,16 @@ def _asked(row: Mapping[str, Any]) -> str:
 
 
 def _both(name: str, digits: int = 0) -> Cell:
-    return lambda row: f"{row[f'{name}_plain']:,.{digits}f} / {row[f'{name}_cached']:,.{digits}f}"
+    return lambda row: " / ".join(f"{row[f'{name}_{who}']:,.{digits}f}" for who in ("plain", "cached"))
+
+
+def _three(name: str) -> Cell:
+    return lambda row: " / ".join(f"{row[f'{name}_{who}']:,.0f}" for who in ("plain", "cached", "again"))
 
 
 def _wall(row: Mapping[str, Any]) -> str:
-    return f"{_both('wall_s')(row)} ({row['wall_ratio']:.2f})" if row["run"].is_timed else ""
+    ratios = f"({row['wall_ratio']:.2f}; {row['wall_again_ratio']:.2f})"
+    return f"{_three('wall_s')(row)} {ratios}" if row["run"].is_timed else ""
 
 
 TREES: Mapping[str, Cell] = {
@@ -243,9 +248,9 @@ TREES: Mapping[str, Cell] = {
 EVALUATED: Mapping[str, Cell] = {
     "evaluation": _asked,
     "rows a call": lambda row: row["run"].metrics["batch"],
-    "columns of a layer": _both("columns"),
+    "columns of a layer": _three("columns"),
     "ratio": of(number, "columns_ratio", 2),
-    "CPU, s": lambda row: f"{_both('cpu_s')(row)} ({row['cpu_ratio']:.2f})",
+    "CPU, s": lambda row: f"{_three('cpu_s')(row)} ({row['cpu_ratio']:.2f}; {row['cpu_again_ratio']:.2f})",
     "wall, s": _wall,
     "accuracy": _both("acc", 3),
     "normalised": _both("acc_norm", 3),

@@ -95,8 +95,8 @@ MISSES: dict[str, str] = {
     "padding": "the states of its padding may be read, so all of it is computed: call a language-model head without "
     "labels and without a hook on its trunk, or pass it without padding",
     "too_short": "that is so small a part of the call that one batch is faster",
-    "whole_prompts": "only whole prompts are served with prefix=False, and where a trial shows no more: set prefix; "
-    "docs/families.md tells which decoders are served",
+    "whole_prompts": "only whole prompts are served with prefix=False, with padding that the model was not seen to "
+    "ignore, and if a trial of the model shows that nothing can be cut off: set prefix, or leave out the padding",
     "no_kv": "this call keeps no K/V and cannot use it (prefix=False, a graph, a 4-D mask): leave out use_cache=False",
     "coupled": "rows of a call affect each other in this model, so only a repeat of the whole call is served",
 }
