@@ -124,6 +124,7 @@ def tiny_config(kind: type[Any], changes: dict[str, Any]) -> Any:
     usual = kind()
     sizes = {name: value for name, value in SIZES.items() if _has(usual, name)}
     if kinds := getattr(usual, "layer_types", None):
+        kinds = [*kinds, *(["conv"] if _has(usual, "conv_L_cache") else [])]  # LFM2 has none unless it is told where
         sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
     changed = sizes | {name: value for name, value in changes.items() if name in sizes}
     return kind(**{name: value for name, value in changed.items() if value is not None})
