@@ -10,7 +10,7 @@ TORCH  := $(shell grep '^torch==' constraints.txt)
 GPU_PARTS := gpu-contract gpu-calls gpu-generation gpu-prefixes gpu-trees
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs families fix serve gpu gpu-parts $(GPU_PARTS) bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs families fix serve gpu bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -156,24 +156,25 @@ gpu: setup ## Check and measure on a GPU, if one is at hand, in about 4 minutes,
 	$(BIN)/python -m experiments.measures.bench.at_hand $(DEVICE) $(GPU_RESULTS); \
 	    case $$? in 0) $(MAKE) --keep-going gpu-parts;; 3) ;; *) exit 1;; esac
 
-gpu-parts: $(GPU_PARTS)
+.PHONY: gpu-parts $(GPU_PARTS)
+gpu-parts: $(GPU_PARTS) ## The five parts of it, without asking first.
 
-gpu-contract:
+gpu-contract: ## Of it, the contract on the device.
 	LLMCACHE_TEST_DEVICE=$(DEVICE) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -p no:schemathesis -q tests/contract/test_device.py
 
-gpu-calls:
+gpu-calls: ## Of it, a miss and an exact hit beside the plain model.
 	$(GPU_RUN) configs/compiled.yaml --set 'models=[$(ENCODER)]' \
 	    $(call sized,'batch_sizes=[1$(COMMA)32]' 'seq_lens=[32]' 'buckets=[32]' rounds=50,'batch_sizes=[1$(COMMA)2]' 'seq_lens=[8]' 'buckets=[16]' rounds=10 backend=eager)
 
-gpu-generation:
+gpu-generation: ## Of it, first tokens of prompts that are new and known.
 	$(GPU_RUN) configs/prefix_decode.yaml --set 'models=[$(DECODER)]' \
 	    $(call sized,new_tokens=8 rounds=10,prompt_tokens=40 shared_tokens=32 new_tokens=3 rounds=3)
 
-gpu-prefixes:
+gpu-prefixes: ## Of it, first tokens beside the least time.
 	$(GPU_RUN) configs/prefix_limit.yaml --set 'models=[$(DECODER)]' --set 'kept_on=[host$(COMMA)device]' --set batching=false \
 	    --set 'shares=[0.5$(COMMA)0.9]' $(call sized,rounds=10,'lengths=[64]' rounds=2)
 
-gpu-trees:
+gpu-trees: ## Of it, batches as trees.
 	$(GPU_RUN) configs/prefix_tree.yaml --set 'model=$(DECODER)' $(call sized,rounds=3,scale=0.05 rounds=1)
 
 clean: ## Remove .venv, build output and tool caches.
