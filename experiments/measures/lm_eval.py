@@ -1,8 +1,8 @@
 """Measure `lm_eval`: an evaluation by lm-evaluation-harness, of the model alone and of the wrapped model.
 
-The harness asks the same questions in all passes, by its class `HFLM`. A round has one pass of the model alone and one
-with a new cache, in alternating order; the cache then serves the same evaluation *again*. *Columns* are rows times the
-columns, padding included, on which a layer runs. Times are of the whole evaluation. With `batch: auto` the harness first
+The harness asks the same questions in all passes, by its class `HFLM`. A round has one pass of the model alone and
+one with a new cache, in alternating order; the cache then serves the same evaluation *again*. *Columns* are rows times
+columns, padding included, on which a layer runs. Times are of the whole evaluation. With `batch: auto` it first
 looks for the largest batch that fits, by running a made-up one five times: that is in neither columns nor times.
 """
 
