@@ -245,9 +245,10 @@ class Prefix:
         """Choose how the rows that are not held in full are computed: cut, as a tree, or as they are."""
         n_tokens, size = call.arguments["input_ids"].shape[1], self.blocks.size
         rest = [call.rows[number] for number in prefill.numbers if number not in prefill.whole]
-        rows = [row for row in rest if not self._is_apart(call, row)]
-        apart = [row for row in rest if row not in rows and not row.bypass_reason]
-        held = {row.number: self.blocks.n_held(self._chain(call, prefill, row)) for row in apart}
+        apart = {row.number for row in rest if self._is_apart(call, row)}
+        rows = [row for row in rest if row.number not in apart]
+        left_out = [row for row in rest if row.number in apart and not row.bypass_reason]
+        held = {row.number: self.blocks.n_held(self._chain(call, prefill, row)) for row in left_out}
         prefill.n_known = {number: n * size for number, n in held.items()}
         prefill.missed = {number: "padding" for number, n in held.items() if n}
         if not rows or any(row.bypass_reason == "mask_4d" for row in rest):
