@@ -12,6 +12,7 @@ from transformers import BertConfig
 
 from llmcache import ConfigError, LLMCache, WrapError
 from llmcache.engines.compiled import make_buckets
+from llmcache.models import causal
 from tests.contract.models import fresh, plain
 from tests.engines.support import agree, figures
 from tests.tiny_models import batch, padded, tokens
@@ -168,7 +169,7 @@ def test_threads_share_graphs_and_unwrap_leaves_nothing_behind() -> None:
         cache.compile((8,), (1,), backend="eager")
 
 
-def test_refusals_tell_what_to_do() -> None:
+def test_refusals_tell_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(fresh("bert", "bare"))
     wrong: list[tuple[dict[str, Any], str]] = [
         *(({name: value}, "got") for name, value in (("lengths", (0,)), ("rows", ()), ("rows", (True,)))),
@@ -186,6 +187,7 @@ def test_refusals_tell_what_to_do() -> None:
     cache.model.encoder.layer[0].attention.forward = lambda *given: given
     with pytest.raises(ConfigError, match="was replaced"):
         cache.compile()
+    monkeypatch.setattr(causal, "look_at", lambda trunk: causal.UNTRIED)  # padding is unknown
     with pytest.raises(ConfigError, match="register an adapter"):
         LLMCache.wrap(fresh("megatron", "bare")).compile()
     assert cache.stats().engine is None
