@@ -423,7 +423,7 @@ class CachedForward(Swap, ContextFlags):
             return self.original(*call.args, **call.kwargs)
         turns, arguments = self.prefix.turns, self.arguments.bind(call.args, call.kwargs)
         with self._counters.guard("keep a turn"):
-            turns.check(arguments.get(CACHE))
+            turns.check(arguments.get(CACHE), self.signatures.computes_alike)
         output = self.original(*call.args, **call.kwargs)
         with self._counters.guard("keep a turn"):
             turns.grow(arguments, output)

@@ -263,6 +263,8 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
+        if self.forward.prefix is not None:
+            self.forward.prefix.turns.discard()
         with self.reuse.held():
             n_requests = self.bank.clear(namespace)
             self.reuse.forget(namespace)
@@ -271,6 +273,8 @@ class Core:
 
     def drop_names(self, namespace: str, names: Sequence[str]) -> int:
         """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
+        if self.forward.prefix is not None:
+            self.forward.prefix.turns.discard()
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
@@ -342,6 +346,8 @@ class Core:
         self.forward.is_retired = True
         self.reuse.close()
         self.installed.remove()
+        if self.forward.prefix is not None:
+            self.forward.prefix.turns.close()
         if self.tier is not None:
             self.tier.close()
         if self._graphs is not None:

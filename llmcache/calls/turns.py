@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
@@ -23,6 +23,7 @@ from llmcache.calls.kv_fill import last_states
 from llmcache.memory.blocks.block import Block, Link, Slab, links
 from llmcache.models.adapters import CACHE
 from llmcache.request.bypass import is_plain_cache
+from llmcache.request.call_signatures import TrunkState
 from llmcache.request.rows import Row
 from llmcache.reuse.call import Call
 from llmcache.support.threads import forkable
@@ -34,6 +35,14 @@ Put = Callable[[Call, Sequence[Link], Mapping[str, Block]], object]
 _OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"}
 
 
+class _Step(NamedTuple):
+    """One row of a decode step."""
+
+    ids: Tensor  # (n,)
+    positions: Tensor  # (n,)
+    mask: Tensor | None  # (S,)
+
+
 @dataclass(eq=False, slots=True)
 class _Turn:
     """A prompt in a K/V cache, and the tokens that were generated after it."""
@@ -42,14 +51,13 @@ class _Turn:
     row: Row
     n_written: int  # full blocks that are in the pool
     layers: Sequence[Any]  # of the K/V cache, or copies of its last columns
+    seen: Tensor  # keys of the last layer after the last step; others: something else changed the K/V cache
     place: int  # its row there
     column: int  # of its first token there
     states: list[Tensor]  # (n, D) of the last steps
-    mask: Tensor | None  # of the last step (S,)
     first: int = 0  # column that `layers` begin with
-    ids: list[Tensor] = field(default_factory=list)  # (n,) of the steps that were not written
-    positions: list[Tensor] = field(default_factory=list)  # (n,) of these
-    new: bytes = b""  # ids of the steps that were written, packed as the row's
+    steps: list[_Step] = field(default_factory=list)  # whose ids are not in `new` yet
+    new: bytes = b""  # ids of the other steps, packed as the row's
     n_new: int = 0  # tokens of all steps
     is_changed: bool = False  # a step since the last `settle`
 
@@ -80,7 +88,6 @@ class Turns:
         """
         self._size, self._origin, self._turn, self._stayed, self._put = size, origin, turn, stayed, put
         self._turns: WeakKeyDictionary[Any, dict[int, _Turn]] = WeakKeyDictionary()  # by K/V cache and row
-        self._seen: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # keys of the last layer after the last step
         self._ended: deque[_Turn] = deque()
         self._lock = forkable(threading.RLock())
 
@@ -91,60 +98,67 @@ class Turns:
             return
         light = replace(call, args=(), kwargs={}, arguments={}, mask_4d=None, beginnings=None, output=None)
         light.path = None  # type: ignore[assignment]  # it holds the K/V cache
-        mask, turns = call.arguments.get("attention_mask"), list[_Turn | None]()
+        turns, seen = dict[int, _Turn](), layers[-1].keys
         for row in call.rows:
-            if not _may_grow(row, states.shape[1]):
-                turns.append(None)
-                continue
-            own, own_mask = states[row.number, -self._size :].clone(), None if mask is None else mask[row.number]
-            n_written = row.n_valid // self._size
-            turns.append(_Turn(light, row, n_written, layers, row.number, _first(row), [own], own_mask))
+            if _may_grow(row, states.shape[1]):
+                own, n_written = states[row.number, -self._size :].clone(), row.n_valid // self._size
+                turns[row.number] = _Turn(light, row, n_written, layers, seen, row.number, _first(row), [own])
         self._follow(kv_cache, turns)
 
     def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
         """Follow a K/V cache into which rows of others were copied, each from its first token on, in this order."""
+        turns = dict[int, _Turn]()
         with self._lock:
-            turns = [self._turns.get(source, {}).get(row) for source, row in rows]
-            for place, turn in enumerate(turns):
-                if turn is not None:
-                    turn.layers, turn.place, turn.column, turn.mask = kv_cache.layers, place, 0, None
+            for place, (source, row) in enumerate(rows):
+                turn = self._turns.get(source, {}).pop(row, None)
+                if turn is not None and _is_as_expected(turn):
+                    turn.layers, turn.seen, turn.place, turn.column = (
+                        kv_cache.layers,
+                        kv_cache.layers[-1].keys,
+                        place,
+                        0,
+                    )
+                    turn.steps = [step._replace(mask=None) for step in turn.steps]
+                    turns[place] = turn
         self._follow(kv_cache, turns)
 
-    def check(self, kv_cache: Any) -> None:
-        """Stop following a K/V cache that was changed since its last step; called before a step."""
-        seen = None if kv_cache is None else self._seen.get(kv_cache)
-        if kv_cache is not None and seen is not None and kv_cache.layers[-1].keys is not seen:
-            self._drop(kv_cache)
+    def check(self, kv_cache: Any, computes_alike: Callable[[TrunkState, str, str], bool]) -> None:
+        """Before a step, stop following a K/V cache that was changed, or if the trunk does not compute as it did.
+
+        `computes_alike`: see `CallSignatures`.
+        """
+        with self._lock:
+            turns = self._turns.get(kv_cache, {})
+            for turn in turns.values():
+                keys, of = kv_cache.layers[-1].keys, turn.call
+                if keys is not turn.seen or not computes_alike(of.state, of.scope.dtype, keys.device.type):
+                    turns.clear()
+                    break
 
     def grow(self, arguments: Mapping[str, Any], output: Any) -> None:
         """Record a decode step, given its arguments by name, and write the blocks that it completes."""
         kv_cache: Any = arguments.get(CACHE)
         turns = self._turns.get(kv_cache)
-        if turns is None:
+        if not turns:
             return
-        ids, states, keys = arguments["input_ids"], last_states(output), kv_cache.layers[-1].keys
-        is_usual = all(name in _OF_STEP or value is None or value is False for name, value in arguments.items())
-        has_grown = keys.shape[-2] == self._seen[kv_cache].shape[-2] + ids.shape[1] and len(keys) == len(ids)
+        ids, states, keys = arguments["input_ids"].clone(), last_states(output), kv_cache.layers[-1].keys
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        if states is None or not (is_usual and has_grown) or (mask is not None and mask.ndim != 2):
-            self._drop(kv_cache)
+        if states is None or not _is_usual(arguments, keys, next(iter(turns.values()))):
+            turns.clear()
             return
-        ids = ids.clone()
         if positions is None:  # trunks then count columns
             positions = torch.arange(keys.shape[-2] - ids.shape[1], keys.shape[-2], device=ids.device)[None]
-        positions = positions.expand(len(ids), -1)
+        positions = positions.clone().expand(len(ids), -1)  # callers advance theirs in place
         with self._lock:
-            self._seen[kv_cache] = keys
             for number, turn in turns.items():
-                turn.ids.append(ids[number])
+                turn.steps.append(_Step(ids[number], positions[number], None if mask is None else mask[number]))
                 turn.states.append(states[number])
-                turn.mask, turn.is_changed = None if mask is None else mask[number], True
+                turn.seen, turn.is_changed = keys, True
                 turn.n_new += ids.shape[1]
-                turn.positions.append(positions[number])
             due = [number for number, turn in turns.items() if turn.n_tokens // self._size > turn.n_written]
             for number in due:
                 if not self._write(turns[number]):
-                    turns.pop(number).is_changed = False
+                    del turns[number]
 
     def settle(self) -> None:
         """Write what is not in full blocks yet, of answers that ended and of those under way."""
@@ -158,42 +172,36 @@ class Turns:
                 turn.is_changed = False
                 self._write(turn, is_all=True)
 
-    def _follow(self, kv_cache: Any, turns: Sequence[_Turn | None]) -> None:
-        followed = {number: turn for number, turn in enumerate(turns) if turn is not None}
-        if followed:
-            with self._lock:
-                self._turns[kv_cache], self._seen[kv_cache] = followed, kv_cache.layers[-1].keys
-            finalize(kv_cache, self._end, kv_cache.layers, followed).atexit = False
+    def discard(self) -> None:
+        """Discard what is not written of answers that ended."""
+        self._ended.clear()
 
-    def _drop(self, kv_cache: Any) -> None:
+    def close(self) -> None:
+        """Follow nothing any more, and discard what is not written."""
         with self._lock:
-            self._seen.pop(kv_cache, None)
-            for turn in self._turns.pop(kv_cache, {}).values():
-                turn.is_changed = False
+            for turns in self._turns.values():
+                turns.clear()
+        self.discard()
 
-    def _end(self, layers: Sequence[Any], turns: Mapping[int, _Turn]) -> None:
-        """Copy what is not written of a K/V cache that is being dropped. Runs in any thread at any time: no lock."""
-        for turn in list(turns.values()):
-            if not turn.is_changed or turn.layers is not layers:  # written, or copied to another cache
-                continue
-            n_kept = min(2 * self._size, turn.n_tokens)
-            end = turn.column + turn.n_tokens
-            kept = slice(turn.place, turn.place + 1), slice(None), slice(end - n_kept, end)
-            with suppress(Exception), torch.inference_mode(False), torch.no_grad():
-                turn.layers = [_Columns(one.keys[kept].clone(), one.values[kept].clone()) for one in layers]
-                turn.place, turn.first = 0, end - n_kept
-                self._ended.append(turn)
+    def _follow(self, kv_cache: Any, turns: Mapping[int, _Turn]) -> None:
+        with self._lock:
+            followed = self._turns.get(kv_cache)
+            if followed is None:
+                followed = self._turns[kv_cache] = {}
+                finalize(kv_cache, _end, followed, self._ended, self._size, self._lock).atexit = False
+            followed.clear()
+            followed.update(turns)
 
     def _write(self, turn: _Turn, is_all: bool = False) -> bool:
         """Put the blocks of new tokens into the pool, with `is_all` an incomplete one too; return if they may be."""
-        if not (self._stayed(turn.call.snapshot, turn.call.scope.weights) and self._is_as_expected(turn)):
+        if not (self._stayed(turn.call.snapshot, turn.call.scope.weights) and _is_as_expected(turn)):
             return False
         row, size, width = turn.row, self._size, len(turn.row.ids) // turn.row.n_valid
-        if turn.ids:
-            ids = torch.cat(turn.ids).cpu().numpy()
+        if turn.steps:
+            ids = torch.cat([step.ids for step in turn.steps]).cpu().numpy()
             turn.new += ids.astype(np.uint16 if width == 2 else np.int32).tobytes()
             turn.states = [torch.cat(turn.states)[-2 * size :].clone()]
-            turn.ids, turn.positions = [], []
+            turn.steps = []
         grown = replace(row, ids=row.ids + turn.new, n_valid=turn.n_tokens)
         chain, made = list(links(turn.call.scope, grown, size, self._origin(row))), dict[str, Block]()
         for number in range(turn.n_written, len(chain)):
@@ -209,20 +217,6 @@ class Turns:
             chain.append(end)
         if made:
             self._put(turn.call, chain, made)
-        return True
-
-    def _is_as_expected(self, turn: _Turn) -> bool:
-        """Whether the steps' masks and positions are those of tokens that follow the prompt."""
-        if turn.mask is not None:
-            wanted = torch.zeros_like(turn.mask)
-            wanted[turn.column : turn.column + turn.n_tokens] = 1
-            if not torch.equal(turn.mask, wanted):
-                return False
-        elif turn.column:
-            return False
-        if turn.positions:
-            found, last = torch.cat(turn.positions).cpu().numpy(), (turn.row.start or 0) + turn.n_tokens
-            return bool(np.array_equal(found, np.arange(last - sum(map(len, turn.ids)), last)))
         return True
 
     def _copy(self, turn: _Turn, begin: int, end: int) -> Slab:
@@ -258,3 +252,62 @@ def _may_grow(row: Row, n_columns: int) -> bool:
     """Whether generated tokens follow a row's own without padding or a gap in between."""
     is_run = isinstance(row.valid, slice) and row.valid.stop == n_columns
     return bool(is_run and row.n_valid and row.start is not None and not row.bypass_reason)
+
+
+def _is_usual(arguments: Mapping[str, Any], keys: Tensor, turn: _Turn) -> bool:
+    """Whether a decode step added its tokens to a K/V cache like a prompt; `keys` are the last layer's after it."""
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    is_usual = all(name in _OF_STEP or value is None or value is False for name, value in arguments.items())
+    has_grown = keys.shape[-2] == turn.seen.shape[-2] + ids.shape[1] and len(keys) == len(ids)
+    return is_usual and has_grown and (mask is None or mask.ndim == 2)
+
+
+def _is_as_expected(turn: _Turn) -> bool:
+    """Whether the K/V is that of the last step, and the steps' masks and positions are those of tokens in a row."""
+    if turn.layers[-1].keys is not turn.seen:
+        return False
+    if not turn.steps:
+        return True
+    masks = [step.mask for step in turn.steps if step.mask is not None]
+    if turn.column and len(masks) < len(turn.steps):
+        return False
+    end, at = turn.n_tokens - sum(len(step.ids) for step in turn.steps), 0
+    last, found = (turn.row.start or 0) + turn.n_tokens, torch.cat([step.positions for step in turn.steps])
+    if not np.array_equal(found.cpu().numpy(), np.arange(last - len(found), last)):
+        return False
+    if not masks:
+        return True
+    seen = torch.cat(masks)
+    wanted = torch.zeros_like(seen)
+    for step in turn.steps:
+        end += len(step.ids)
+        if step.mask is not None:
+            wanted[at + turn.column : at + turn.column + end] = 1
+            at += len(step.mask)
+    return torch.equal(seen, wanted)
+
+
+def _end(turns: Mapping[int, _Turn], ended: deque[_Turn], size: int, lock: Any) -> None:
+    """Copy what is not written of a K/V cache that is being dropped.
+
+    Runs in any thread at any time, so it does not wait: while another thread holds the lock, nothing is kept.
+    """
+    if not lock.acquire(blocking=False):
+        return
+    try:
+        for turn in turns.values():
+            if turn.is_changed and turn.layers[-1].keys is turn.seen:
+                with suppress(Exception), torch.inference_mode(False), torch.no_grad():
+                    _keep_last(turn, size)
+                    ended.append(turn)
+    finally:
+        lock.release()
+
+
+def _keep_last(turn: _Turn, size: int) -> None:
+    """Copy the columns of a row that are in no full block, in place of its K/V cache."""
+    end = turn.column + turn.n_tokens
+    turn.first = end - min(2 * size, turn.n_tokens)
+    kept = slice(turn.place, turn.place + 1), slice(None), slice(turn.first, end)
+    turn.layers = [_Columns(one.keys[kept].clone(), one.values[kept].clone()) for one in turn.layers]
+    turn.seen, turn.place = turn.layers[-1].keys, 0

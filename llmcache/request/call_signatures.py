@@ -123,17 +123,21 @@ class CallSignatures:
             return "other_pooling"
         if self._pooled is not None and self._pooled.has_changed():
             return "other_pooling"
+        if self._is_hooked(state):  # a hit would not run the hooks
+            return "hooked"
+        return Opened(state, signature, arguments, mask_4d, _autocast_on(arguments["input_ids"].device.type))
+
+    def computes_alike(self, state: TrunkState, autocast: str, device: str) -> bool:
+        """Whether the trunk has no hooks, and computes on a device as in calls with this autocast dtype."""
+        return not self._is_hooked(state) and _autocast_on(device) == autocast
+
+    def _is_hooked(self, state: TrunkState) -> bool:
         n_hooks = RemovableHandle.next_id
-        if n_hooks != state.n_hooks or any(state.hooks):
-            is_hooked = are_hooked(parts_of(self._trunk.module))
-            state.n_hooks = -1 if is_hooked else n_hooks
-            if is_hooked:  # a hit would not run them
-                return "hooked"
-        autocast = ""
-        if torch._C._is_any_autocast_enabled():
-            device = arguments["input_ids"].device.type
-            autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        return Opened(state, signature, arguments, mask_4d, autocast)
+        if n_hooks == state.n_hooks and not any(state.hooks):
+            return False
+        is_hooked = are_hooked(parts_of(self._trunk.module))
+        state.n_hooks = -1 if is_hooked else n_hooks
+        return is_hooked
 
     def state(self, digest: str, modules: Sequence[Any]) -> TrunkState:
         """Return the state of the trunk, given the digest and modules of its present weights."""
@@ -245,3 +249,10 @@ def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bo
         is_mask = mask is None or mask.shape == shape
         return is_mask and all(one.shape in (shape, (1, shape[1])) for one in tensors)
     return True
+
+
+def _autocast_on(device: str) -> str:
+    """Return the dtype to which autocast casts on a device; "" without autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return ""
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""

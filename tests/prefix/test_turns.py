@@ -73,7 +73,8 @@ PROMPT, ANSWER = tokens(2, 6), tokens(2, 10, seed=4)
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "beams", "crop", "mask", "positions", "disabled", "weights", "clear", "forget"]
+    "what",
+    ["nothing", "beams", "crop", "mask", "positions", "disabled", "weights", "hook", "autocast", "clear", "forget"],
 )
 def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     cache, kv_cache = wrapped(llama), DynamicCache()
@@ -85,9 +86,10 @@ def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     elif what == "crop":
         kv_cache.crop(-1)
     elif what == "mask":
-        mask = torch.ones(2, n + 1, dtype=torch.int64)
+        mask = torch.ones(2, n + 2, dtype=torch.int64)
         mask[:, 2] = 0
-        steps(cache, kv_cache, ANSWER[:, 1:2], attention_mask=mask)
+        steps(cache, kv_cache, ANSWER[:, 1:2])
+        steps(cache, kv_cache, ANSWER[:, 2:3], attention_mask=mask)
     elif what == "positions":
         steps(cache, kv_cache, ANSWER[:, 1:2], position_ids=torch.full((2, 1), 40))
     elif what == "disabled":
@@ -96,6 +98,13 @@ def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     elif what == "weights":
         with torch.no_grad():
             llama.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    elif what == "hook":
+        hook = llama.model.layers[0].register_forward_hook(lambda *_: 1.5 * _[2])
+        steps(cache, kv_cache, ANSWER[:, 1:2])
+        hook.remove()
+    elif what == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            steps(cache, kv_cache, ANSWER[:, 1:2])
     elif what == "clear":
         cache.clear()
     elif what == "forget":
@@ -108,6 +117,39 @@ def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     n_served = max(outcome.n_prefix for outcome in cache.last)
     assert n_served == 15 if what == "nothing" else n_served <= PROMPT.shape[1] + BLOCK - 1
     assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+@pytest.mark.parametrize("what", ["beams", "crop", "another prompt"])
+def test_nothing_is_kept_of_a_kv_cache_that_was_changed_after_its_last_step(
+    llama: Any, what: str, is_dropped: bool
+) -> None:
+    cache, kv_cache = wrapped(llama), DynamicCache()
+    cache(PROMPT, past_key_values=kv_cache)
+    steps(cache, kv_cache, ANSWER[:, :1])
+    if what == "beams":
+        kv_cache.reorder_cache(torch.tensor([1, 0]))
+    else:
+        kv_cache.crop(-1 if what == "crop" else -7)
+    if what == "another prompt":
+        cache(tokens(2, 12, seed=5), past_key_values=kv_cache)
+    if is_dropped:
+        del kv_cache
+    whole = torch.cat([PROMPT, ANSWER], dim=1)
+    expected = plainly(cache, whole).logits
+    close(cache(whole).logits, expected)
+    assert cache.stats().errors == 0
+    assert all(not one.bypassed and one.n_prefix <= PROMPT.shape[1] for one in cache.last)
+
+
+def test_positions_that_the_caller_advances_in_place_are_followed(llama: Any) -> None:
+    cache, kv_cache, positions = wrapped(llama), DynamicCache(), torch.tensor([[6]])
+    cache(PROMPT[:1], past_key_values=kv_cache)
+    for step in ANSWER[:1].split(1, dim=1):
+        steps(cache, kv_cache, step, position_ids=positions)
+        positions += 1
+    cache(torch.cat([PROMPT[:1], ANSWER[:1]], dim=1))
+    assert cache.last[0].n_prefix == 15
 
 
 def test_streams_that_decode_together_keep_their_turns(llama: Any) -> None:
