@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 #: Version of names, values and indexes. Raised by every change to the meaning of a value, so versions share no values.
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, slots=True)
