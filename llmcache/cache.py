@@ -536,7 +536,8 @@ class LLMCache:
 
         For servers, which run other requests between chunks. Applies to calls with a K/V cache and no mask. The whole
         prompt is looked up and stored as usual; outputs differ from those of a single run in the last bits only. A call
-        that bypasses the cache is run at once. Per thread and async task.
+        that bypasses the cache is run at once, and so are tokens of several rows that are computed in one row: at most
+        256, on an accelerator 2,048. Per thread and async task.
 
         Args:
             n_tokens: Tokens per chunk, at least 1.

@@ -192,19 +192,21 @@ class Prefix:
         if self._stored is not None:
             self._recall(call, prefill, self._stored)
         chains = {number: self._chain(call, prefill, call.rows[number]) for number in prefill.numbers}
-        wanted = {number: self._count_seen(chain) for number, chain in chains.items()} if is_made else {}
-        self._plan(call, prefill, wanted)
+        self._plan(call, prefill, self._count_seen(chains) if is_made else {})
 
-    def _count_seen(self, links: Sequence[Link]) -> int:
-        """Return how many tokens of a row an earlier call without K/V began with; record its blocks."""
+    def _count_seen(self, chains: Mapping[int, Sequence[Link]]) -> dict[int, int]:
+        """Return how many tokens of each row an earlier call without K/V began with; record the rows' blocks."""
         with self._lock:
-            n = next((i for i, link in enumerate(links) if link.key not in self._seen), len(links))
-            for link in links:
-                self._seen[link.key] = None
-                self._seen.move_to_end(link.key)
+            n_seen = {
+                number: next((i for i, link in enumerate(links) if link.key not in self._seen), len(links))
+                for number, links in chains.items()
+            }
+            for key in (link.key for links in chains.values() for link in links):
+                self._seen[key] = None
+                self._seen.move_to_end(key)
             while len(self._seen) > _MOST_SEEN:
                 self._seen.popitem(last=False)
-        return n * self.blocks.size
+        return {number: n * self.blocks.size for number, n in n_seen.items()}
 
     def _recall(self, call: Call, prefill: "Prefill", stored: StoredBlocks) -> None:
         """Read blocks from the store for rows that are not held in full.
@@ -347,9 +349,17 @@ class Prefix:
         return with_cache(output, prefill.windowed) if len(output) > 1 else output
 
     def _run(self, call: Call, prefill: "Prefill", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (output := self._run_in_chunks(call, prefill, args, kwargs)) is not None:
+            return output
+        return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in prefill.whole])
+
+    def _run_in_chunks(self, call: Call, prefill: "Prefill", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the trunk in chunks if the caller asked for it; None: it did not, or the call has no chunks."""
         chunks = self._chunks.get()
-        if chunks is None or call.is_activated or not chunks.fit(self._arguments, args, kwargs):
-            return call.engine.run(args, kwargs, [row for row in call.rows if row.number not in prefill.whole])
+        if chunks is None or call.is_activated or not prefill.hands_out:
+            return None
+        if not chunks.fit(self._arguments, args, kwargs):
+            return None
         with scoped(self._chunks, None):  # `between` may call this model: do not chunk those calls
             return chunks.run(self._eager, self._arguments, args, kwargs)
 
@@ -404,7 +414,7 @@ class Prefix:
         pool, output = Pool((len(place), ids.shape[1])), None
         turns = np.zeros(pool.index.shape, np.int64)  # positions by which keys are turned
         if prefill.tree is not None:
-            run = partial(self._run_step, call)
+            run = partial(self._run_step, call, prefill)
             output = prefill.tree.compute(run, self._trunk, self._causal.packs, ids.device, prefill.hands_out)
         parts = {
             number: one.parts(0, len(one.ids))
@@ -453,7 +463,7 @@ class Prefix:
             made = {STATES: states}
         return tuple(made.values()) if of is tuple else of(**made)
 
-    def _run_step(self, call: Call, **changes: Any) -> Any:
+    def _run_step(self, call: Call, prefill: "Prefill", **changes: Any) -> Any:
         """Run the trunk with a call's arguments, some of them replaced."""
         args, kwargs = call.args, call.kwargs
         for name, value in {**changes, "use_cache": True, "cache_position": None, "token_type_ids": None}.items():
@@ -461,7 +471,8 @@ class Prefix:
                 name in self._arguments.names and value is not self._arguments.get(args, kwargs, name)
             ):
                 args, kwargs = self._arguments.replace(args, kwargs, name, value)
-        return self._eager.run(args, kwargs, ())
+        output = self._run_in_chunks(call, prefill, args, kwargs)
+        return self._eager.run(args, kwargs, ()) if output is None else output
 
     def _run_rows(self, call: Call, prefill: "Prefill", rows: Sequence[int]) -> tuple[Any, Any]:
         """Run the trunk on some rows; return its output and the K/V cache that it filled."""

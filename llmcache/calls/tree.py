@@ -238,7 +238,7 @@ def _run(step: Sequence[Segment], run: Callable[..., Any], trunk: Trunk, device:
     if states is None:
         raise TypeError("the trunk returned another kind of output than states and K/V")
     kept = layers if keeps_kv or any(one.is_inner for one in step) else ()
-    keys, values = ([getattr(one, name)[0, :, n_past:] for one in kept] for name in ("keys", "values"))
+    keys, values = ([_after(getattr(one, name)[0], n_past) for one in kept] for name in ("keys", "values"))
     columns = Columns(keys, values, states[0])
     for segment in step:
         segment.parts = [(columns, firsts[id(segment)] - n_past, len(segment.ids))]
@@ -263,6 +263,11 @@ def _sees(
             rows[:, firsts[id(one)] : firsts[id(one)] + len(one.ids)] = True
         rows[:, first : first + n] = torch.ones(n, n, dtype=torch.bool).tril()
     return sees
+
+
+def _after(columns: Tensor, n_past: int) -> Tensor:
+    """Return K/V (H, n, D_h) without its first columns, which are then freed."""
+    return columns[:, n_past:].clone() if n_past else columns
 
 
 def _laid(segments: Iterable[Segment], name: str, layer: int) -> Iterator[Tensor]:

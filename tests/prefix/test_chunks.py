@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from llmcache import LLMCache
+from llmcache.calls.tree import _STEP
 from llmcache.errors import ConfigError
 from tests.prefix.prompts import CACHES, branch, close, run, wrapped
 from tests.tiny_models import tokens
@@ -42,6 +43,23 @@ def test_all_is_as_in_one_run(llama: Any, kind: str) -> None:
     for name in ("hits", "n_misses", "n_prefix_tokens", "n_prompt_tokens", "n_blocks", "n_stored", "prefix_nbytes"):
         assert getattr(stats, name) == getattr(expected, name), name
     assert stats.hits == {"exact": 1, "prefix": 1} and stats.errors == 0
+
+
+def test_what_rows_share_is_run_in_chunks(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_STEP, "cpu", 8)
+    ids, turns = torch.cat([LONG.expand(3, -1), tokens(3, 3, seed=9)], 1), []
+    plain = run(llama, ids).logits[:, -1:]
+    cache = wrapped(llama)
+    close(asked(cache, ids, partial(turns.append, 0))[0], plain)
+    assert len(turns) == 4 and cache.stats().errors == 0
+
+    def stop() -> None:
+        raise TimeoutError
+
+    cache.clear()
+    with pytest.raises(TimeoutError):
+        asked(cache, ids, stop)
+    assert cache.stats().n_blocks == 0
 
 
 def test_what_cannot_be_cut_is_run_at_once(llama: Any) -> None:

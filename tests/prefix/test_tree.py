@@ -257,6 +257,7 @@ COLD: dict[str, tuple[list[Tensor], Tensor, int]] = {
     "16 rows of 300 shared and 20 own": ([], torch.cat([LONG.expand(16, -1), OWN], 1), 620),
     "8 equal rows": ([], tokens(1, 500).expand(8, -1), 500),
     "rows with nothing in common": ([], tokens(4, 20), 80),
+    "4 rows of 40 shared and 400 own": ([], torch.cat([LONG[:, :40].expand(4, -1), tokens(4, 400, 5)], 1), 1760),
 }
 KNOWN: dict[str, tuple[list[Tensor], Tensor, int]] = {
     "17 tokens, of which a block is known": ([LONG], branch(LONG, 16, 17), 1),
