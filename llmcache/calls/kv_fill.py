@@ -7,7 +7,7 @@ right number of columns, and the first update joins blocks and new columns in on
 Sizes: B rows, C columns filled from blocks, c columns per block, L layers, H K/V heads, D_h or D width.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,24 +19,6 @@ from llmcache.models.packing import STATES
 
 #: Tensors (B, ..., c, D), to be joined to (B, ..., C, D).
 Pieces = Sequence[Tensor]
-
-
-def lay(
-    parts: Mapping[int, Sequence[Tensor]], columns: Mapping[int, slice], shape: tuple[int, int], device: torch.device
-) -> Iterator[Pieces]:
-    """Yield the first C columns of a batch for each layer: rows from blocks (L, ..., c, D), zeros elsewhere.
-
-    `columns` are the columns of each row in `parts`; `shape` is (B, C).
-    """
-    if shape[0] == 1 and columns == {0: slice(0, shape[1])}:  # one row without padding needs no copy
-        yield from zip(*(part[:, None].to(device).unbind(0) for part in parts[0]), strict=True)
-        return
-    sample = next(iter(parts.values()))[0]
-    for layer in range(len(sample)):
-        whole = sample.new_zeros((shape[0], *sample.shape[1:-2], shape[1], sample.shape[-1]), device=device)
-        for row, tensors in parts.items():
-            whole[row, ..., columns[row], :] = join([tensor[layer] for tensor in tensors]).to(device)
-        yield [whole]
 
 
 def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:

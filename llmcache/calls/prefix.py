@@ -235,7 +235,7 @@ class Prefix:
         if row.start is None or not row.n_valid:
             return 0
         chain = links(scope, row, self.blocks.size, self._origin(row))
-        return self.blocks.reach(chain, row.ids, _id_width(row))[1]
+        return self.blocks.reach(chain, row.ids, row.id_width)[1]
 
     def keys_of(self, call: Call, prefill: "Prefill") -> list[str]:
         """Return the keys of all blocks and tails that may have served a call."""
@@ -303,11 +303,11 @@ class Prefix:
     def _reach(self, call: Call, prefill: "Prefill", row: Row) -> tuple[list[Block], int]:
         """Return `BlockPool.reach` of a row in its namespace, or in `call.prefixes_from` if that reaches further."""
         shared = call.prefixes_from
-        own = self.blocks.reach(self._chain(call, prefill, row), row.ids, _id_width(row))
+        own = self.blocks.reach(self._chain(call, prefill, row), row.ids, row.id_width)
         if shared in (None, call.scope.namespace) or own[1] == row.n_valid:
             return own
         chain = self._chain(call, prefill, row, shared)
-        return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda reached: reached[1])
+        return max(own, self.blocks.reach(chain, row.ids, row.id_width), key=lambda reached: reached[1])
 
     def _chain(self, call: Call, prefill: "Prefill", row: Row, shared: str | None = None) -> tuple[Link, ...]:
         """Return the full blocks of a row, in its namespace or in the namespace `shared`."""
@@ -594,7 +594,7 @@ class Prefix:
         if (row.has_layout or row.layout) and (prefill.tree is None or row.number not in prefill.tree.branches):
             taken = self._copy(prefill, row, states, padding_of(row.valid, len(states)))
             padding = dict(zip(NAMES, taken.cut(0, taken.n_tokens), strict=True))
-        ids = row.ids[n_before * _id_width(row) :]
+        ids = row.ids[n_before * row.id_width :]
         return Block(ids, call.scope, rest, 0, rest.n_tokens, is_tail=True, padding=padding, layout=row.layout)
 
     def _take(
@@ -607,7 +607,7 @@ class Prefix:
         start = self._origin(row) if start is None else start
         branch = prefill.tree.branches.get(row.number) if prefill.tree is not None else None
         if branch is None:
-            taken = self._copy(prefill, row, states, slice(_first(row) + begin, _first(row) + end))
+            taken = self._copy(prefill, row, states, slice(row.first + begin, row.first + end))
             return self._turn(taken, start - (row.start or 0))
         with torch.inference_mode(False), torch.no_grad():
             parts = branch.parts(begin, end)
@@ -729,17 +729,6 @@ def _between(blocks: Sequence[Block], slabs: dict[Slab, Columns], begin: int, en
             parts.append((slabs[slab], block.begin + low, high - low))
         at += block.n_tokens
     return parts
-
-
-def _first(row: Row) -> int:
-    """Return the column of the first valid token."""
-    assert isinstance(row.valid, slice)
-    return int(row.valid.start)
-
-
-def _id_width(row: Row) -> int:
-    """Return the bytes per packed token id."""
-    return len(row.ids) // row.n_valid
 
 
 def _has_room(kv_cache: Any, n_columns: int) -> bool:

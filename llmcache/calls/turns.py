@@ -102,7 +102,7 @@ class Turns:
         for row in call.rows:
             if _may_grow(row, states.shape[1]):
                 own, n_written = states[row.number, -self._size :].clone(), row.n_valid // self._size
-                turns[row.number] = _Turn(light, row, n_written, layers, seen, row.number, _first(row), [own])
+                turns[row.number] = _Turn(light, row, n_written, layers, seen, row.number, row.first, [own])
         self._follow(kv_cache, turns)
 
     def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
@@ -196,7 +196,7 @@ class Turns:
         """Put the blocks of new tokens into the pool, with `is_all` an incomplete one too; return if they may be."""
         if not (self._stayed(turn.call.snapshot, turn.call.scope.weights) and _is_as_expected(turn)):
             return False
-        row, size, width = turn.row, self._size, len(turn.row.ids) // turn.row.n_valid
+        row, size, width = turn.row, self._size, turn.row.id_width
         if turn.steps:
             ids = torch.cat([step.ids for step in turn.steps]).cpu().numpy()
             turn.new += ids.astype(np.uint16 if width == 2 else np.int32).tobytes()
@@ -240,12 +240,6 @@ class _Columns:
 
     keys: Tensor
     values: Tensor
-
-
-def _first(row: Row) -> int:
-    """Return the column of the first valid token."""
-    assert isinstance(row.valid, slice)
-    return int(row.valid.start)
 
 
 def _may_grow(row: Row, n_columns: int) -> bool:

@@ -69,6 +69,17 @@ class Row:
     duplicate_key: str = ""
 
     @property
+    def first(self) -> int:
+        """The column of its first valid token, if these are contiguous."""
+        assert isinstance(self.valid, slice)
+        return int(self.valid.start)
+
+    @property
+    def id_width(self) -> int:
+        """Bytes per packed token id, of a row with tokens."""
+        return len(self.ids) // self.n_valid
+
+    @property
     def starts_first(self) -> bool:
         """Whether its valid tokens are contiguous from the first column on."""
         return self.n_valid > 0 and isinstance(self.valid, slice) and self.valid.start == 0

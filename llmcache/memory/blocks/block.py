@@ -99,7 +99,7 @@ def links(scope: Scope, row: Row, size: int, start: int) -> tuple[Link, ...]:
     and the same first n * size tokens.
     """
     key = hashlib.sha256(f"{start}:{size}:".encode() + scope.key).digest()
-    width = len(row.ids) // row.n_valid * size
+    width = row.id_width * size
     chain = []
     for begin in range(0, len(row.ids) - width + 1, width):
         ids = row.ids[begin : begin + width]

@@ -44,7 +44,7 @@ class TokenVectors:
 
     def frame(self, row: Row, content: Sequence[int]) -> None:
         """Take the special tokens around a request's content as the frame of every token; drop vectors so far."""
-        ids = np.frombuffer(row.ids, f"u{len(row.ids) // row.n_valid}").tolist()
+        ids = np.frombuffer(row.ids, f"u{row.id_width}").tolist()
         self._frame = (ids[: ids.index(content[0])], ids[len(ids) - ids[::-1].index(content[-1]) :])
         self._contextual.clear()
 
