@@ -34,6 +34,11 @@ with the cache, with one prompt a call (*alone*), and with {rows} padded prompts
 how many tokens of the prompts were not computed. *Packed*: several prompts are computed in one row. *Wrong*: how many
 prompts were continued otherwise than without the cache, in both ways.
 """
+COPIED = """\
+States cannot be cut, so a copy serves only what continues it: a prompt, an answer, or what `cache.prefill` was passed.
+Of these prompts, none continues another, so nothing is served *alone* or *in batches*. Here, what prompts share was
+passed to `cache.prefill` before.
+"""
 N_NEW, BLOCK, ROWS = 4, 8, 4
 _NO_END = {"eos_token_id": None, "pad_token_id": 0}
 _VOCABULARY, _MOST_PARAMETERS = 96, 2_000_000
@@ -115,7 +120,8 @@ class Tried:
     packs: bool = False
     alone: int = 0  # tokens that were not computed
     batched: int = 0
-    n_wrong: int = 0  # prompts, in either way
+    copied: int = 0  # tokens that were not computed, alone, after `prefill` of what prompts share
+    n_wrong: int = 0  # prompts, in any way
     reason: str = ""  # why nothing is served
 
 
@@ -220,7 +226,23 @@ def try_class(name: str) -> Tried:
         reason = reason or ", ".join(bypassed)
     allowed = look_at(locate(model))
     reason = reason or allowed.reason or "the kind of its K/V cache"
-    return Tried(name, True, allowed.packs, served[1], served[ROWS], n_wrong, reason)
+    if not allowed.copies:
+        return Tried(name, True, allowed.packs, served[1], served[ROWS], 0, n_wrong, reason)
+    with LLMCache.wrap(model, prefix={"block": BLOCK}) as cache:
+        cache.prefill([ids.tolist() for ids in beginnings()])
+        cache.restart_stats()
+        found = [generate(model, *batch) for batch in batches(1)]
+        copied = cache.stats().n_prefix_tokens
+    n_wrong += sum(int((one != other).any(1).sum()) for one, other in zip(found, plain[1], strict=True))
+    return Tried(name, True, False, served[1], served[ROWS], copied, n_wrong, reason)
+
+
+def beginnings() -> list[Tensor]:
+    """Return what prompts begin with in common with an earlier one, each once."""
+    own = prompts()
+    common = (max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own))
+    every = {tuple(ids[:n].tolist()) for ids, n in zip(own, common, strict=True) if n}
+    return [torch.tensor(ids) for ids in sorted(every, key=len)]
 
 
 def _common(one: Tensor, other: Tensor) -> int:
@@ -235,16 +257,22 @@ def render(tried: Sequence[Tried]) -> str:
     n_shared = sum(max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own))
     numbers = {"n": len(own), "n_tokens": sum(map(len, own)), "n_shared": n_shared, "n_new": N_NEW, "rows": ROWS}
     served = [one for one in tried if one.alone or one.batched]
-    others = [one for one in tried if one.is_built and not (one.alone or one.batched)]
+    copied = [one for one in tried if one.copied and one not in served]
+    others = [one for one in tried if one.is_built and not (one.alone or one.batched or one.copied)]
+    rows = [(f"`{one.name}`", one.copied, one.n_wrong) for one in copied]
     cells = [(f"`{one.name}`", one.alone, one.batched, "yes" if one.packs else "", one.n_wrong) for one in served]
     n_wrong = sum(one.n_wrong for one in tried)
     left_out = ", ".join(f"`{one.name}`" for one in tried if not one.is_built)
     return "\n".join(
         (
             HEADER.format(version=tf.__version__, **numbers),
-            f"Served: {len(served)} of {len(served) + len(others)} classes; {n_wrong} prompts came out wrong.\n",
+            f"Served: {len(served)} of {len(served) + len(copied) + len(others)} classes, and {len(copied)} from "
+            f"copies of their states; {n_wrong} prompts came out wrong.\n",
             "## Served\n",
             markdown.table(("class", "alone", "in batches", "packed", "wrong"), cells),
+            "\n## Served from copies of states\n",
+            COPIED,
+            markdown.table(("class", "alone", "wrong"), rows),
             "\n## Not served\n",
             "What a bypass reason means: `llmcache.CURES`.\n",
             "| class | why |\n|---|---|",

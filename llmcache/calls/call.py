@@ -24,6 +24,7 @@ from llmcache.calls.chunks import Chunks
 from llmcache.calls.context_flags import ContextFlags
 from llmcache.calls.prefix import Prefix
 from llmcache.calls.prepared import Prepared, PreparedCalls
+from llmcache.calls.snapshots import Snapshots
 from llmcache.calls.stored_blocks import StoredBlocks
 from llmcache.calls.stored_entries import StoredEntries, entry_name
 from llmcache.calls.wrapped import Wrapped
@@ -365,10 +366,12 @@ class CachedForward(Swap, ContextFlags):
         #: Within a sentence-transformers forward: functions that compute the states a hit did not. Else None.
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         self.rows = Rows(self, wrapped, bank, tier, rungs)
-        self.prefix = None
+        self.prefix = self.snapshots = None
+        self._serves_prefixes = wrapped.config.prefix is not None
         if blocks is not None:
             stored = None if tier is None else StoredBlocks(tier, blocks)
             self.prefix = Prefix(wrapped, blocks, stored, self.arguments, self.eager, self.chunks, self.distinct)
+            self.snapshots = Snapshots(wrapped, bank, self.prefix, self.arguments)
 
     def use(self, reuse: "Off | Approximate") -> None:
         """Reuse approximately from now on; nothing is served so before it is calibrated."""
@@ -419,14 +422,19 @@ class CachedForward(Swap, ContextFlags):
 
     def _pass(self, call: Bypass) -> Any:
         """Run a call that bypasses the cache; of a decode step, keep what it adds to the K/V of a prompt."""
-        if call.reason != "decode" or self.prefix is None:
+        if self.prefix is None or self.snapshots is None:
             return self.original(*call.args, **call.kwargs)
-        turns, arguments = self.prefix.turns, self.arguments.bind(call.args, call.kwargs)
-        with self._counters.guard("keep a turn"):
-            turns.check(arguments.get(CACHE), self.signatures.computes_alike)
+        keepers, arguments = (self.prefix.turns, self.snapshots.turns), self.arguments.bind(call.args, call.kwargs)
+        if call.reason != "decode":
+            self.snapshots.turns.drop(arguments.get(CACHE))
+            return self.original(*call.args, **call.kwargs)
+        for keeper in keepers:
+            with self._counters.guard("keep a turn"):
+                keeper.check(arguments.get(CACHE), self.signatures.computes_alike)
         output = self.original(*call.args, **call.kwargs)
-        with self._counters.guard("keep a turn"):
-            turns.grow(arguments, output)
+        for keeper in keepers:
+            with self._counters.guard("keep a turn"):
+                keeper.grow(arguments, output)
         return output
 
     def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -560,10 +568,11 @@ class CachedForward(Swap, ContextFlags):
         return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
 
     def _keep_kv(self, call: Call) -> str | None:
-        """Have a call be served and stored by blocks of K/V; return the reason for a bypass, or None."""
+        """Have a call be served by blocks of K/V, or by copies of K/V caches; return a bypass reason, or None."""
         if self.prefix is None:
             return "prefix_off"
-        path = self.prefix.open(call)
+        copies = call.causal.copies and self._serves_prefixes
+        path = self.snapshots.open(call) if self.snapshots is not None and copies else self.prefix.open(call)
         if isinstance(path, str):
             return path
         call.path = path
@@ -620,8 +629,8 @@ class CachedForward(Swap, ContextFlags):
         try:
             if call.computed or (call.path.keeps_kv and len(call.path.served(call)) < len(call.rows)):
                 reason = self._store(call, output)
-            if self.prefix is not None and call.path.keeps_kv and reason is None:
-                self.prefix.follow(call, output)
+            if call.path.keeps_kv and reason is None:
+                call.path.follow(call, output)
         except Exception as error:
             self._counters.error("store a call", error)
         call.storing_s += perf_counter() - started

@@ -15,6 +15,7 @@ from torch import nn
 from llmcache.calls.calibrator import Calibrator
 from llmcache.calls.call import CachedForward, Off
 from llmcache.calls.save import CALIBRATED, Saved, Section, save
+from llmcache.calls.snapshots import Restoring
 from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
@@ -66,10 +67,12 @@ class Core:
         if config.draft is not None and config.draft.engine == "model":
             check_model(config.draft.model, model, trunk, answer_of)
         self.tier = _open_tier(wrapped, self)
-        # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use.
+        # One budget, `max_bytes`: the bank may use half of it, blocks all that the bank does not use. Copies of K/V
+        # caches are in the bank.
         purges = Purges()
         self.blocks = _make_blocks(wrapped, purges, lambda: self.bank.nbytes)
-        max_bytes = config.max_bytes if self.blocks is None else max(1, config.max_bytes // 2)
+        has_no_blocks = self.blocks is None or (wrapped.causal.copies and config.prefix is not None)
+        max_bytes = config.max_bytes if has_no_blocks else max(1, config.max_bytes // 2)
         make_way = None if self.blocks is None else self.blocks.make_way
         self.bank = Bank(lambda: config.policy.build(POLICIES), max_bytes, config.max_entries, make_way, purges)
         self.installed = Installed()
@@ -214,7 +217,9 @@ class Core:
                 if (reason := forward.last[0].bypassed) is not None:
                     raise ConfigError(f"prefill: not kept ({reason}): {CURES[reason]}")
                 call = forward.prepared.look_up(run)
-            n_held += prefix.n_held(call.rows[0], call.scope) if isinstance(call, Call) else 0
+            if isinstance(call, Call):
+                path = call.path
+                n_held += path.n_known if isinstance(path, Restoring) else prefix.n_held(call.rows[0], call.scope)
         return n_held
 
     def clear(self, namespace: str | None = None) -> int:
@@ -288,8 +293,9 @@ class Core:
     def save(self, folder: str | Path, config: CacheConfig) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
-        if self.forward.prefix is not None:
+        if self.forward.prefix is not None and self.forward.snapshots is not None:
             self.forward.prefix.turns.settle()
+            self.forward.snapshots.turns.settle()
         kinds = {name: kinds.state() for name, kinds in self._kinds().items()}
         save(folder, self.wrapped, config, self._sections(), kinds, numbers)
 
@@ -299,6 +305,8 @@ class Core:
         if CALIBRATED in saved.sections:
             sections[CALIBRATED] = self.learn().reuse.calibrated
         saved.restore(self.wrapped.payload.name, sections)
+        if self.forward.snapshots is not None:
+            self.forward.snapshots.notice()
         for name, kinds in self._kinds().items():
             for described in saved.manifest.kinds.get(name, ()):
                 kinds.add_described(*described)

@@ -373,7 +373,7 @@ class Prefix:
             if not prefill.n_cut:
                 return self._run(call, prefill, args, kwargs)
             states = self._fill(call, prefill)
-            output = self._run(call, prefill, *self._cut(call, prefill.n_cut, args, kwargs))
+            output = self._run(call, prefill, *self.cut(call, prefill.n_cut, args, kwargs))
             whole = join([*(piece.to(output[0].dtype) for piece in states), output[0]])
             return with_states(output, whole)
         except BaseException:
@@ -381,7 +381,7 @@ class Prefix:
                 empty(prefill.kv_cache)
             raise
 
-    def _cut(
+    def cut(
         self, call: Call, n_cut: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the trunk's arguments without the first `n_cut` columns, which are known."""
@@ -510,10 +510,10 @@ class Prefix:
                 self._store(call, prefill, call.rows[number], states[place])
         return None
 
-    def follow(self, call: Call, output: Any) -> None:
+    def follow(self, call: Call, prefill: "Prefill", output: Any) -> None:
         """Keep the K/V of what is generated after the prompts of a call that keeps K/V."""
-        prefill, states = call.path, last_states(output)
-        if self._cuts and isinstance(prefill, Prefill) and prefill.has_chains and states is not None:
+        states = last_states(output)
+        if self._cuts and prefill.has_chains and states is not None:
             kv_cache = prefill.kv_cache if prefill.windowed is None else prefill.windowed
             self.turns.begin(call, kv_cache, states)
 
@@ -689,6 +689,9 @@ class Prefill(Path):
 
     def store(self, call: Call, output: Any) -> str | None:
         return self.prefix.store(call, self, output)
+
+    def follow(self, call: Call, output: Any) -> None:
+        self.prefix.follow(call, self, output)
 
     def outcome(self, call: Call, row: Row) -> Outcome:
         if row.bypass_reason:

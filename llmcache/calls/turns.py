@@ -32,7 +32,7 @@ from llmcache.support.threads import forkable
 Put = Callable[[Call, Sequence[Link], Mapping[str, Block]], object]
 
 #: Arguments of a decode step; with others, its states may not be those of a prompt.
-_OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"}
+OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"}
 
 
 class _Step(NamedTuple):
@@ -251,7 +251,7 @@ def _may_grow(row: Row, n_columns: int) -> bool:
 def _is_usual(arguments: Mapping[str, Any], keys: Tensor, turn: _Turn) -> bool:
     """Whether a decode step added its tokens to a K/V cache like a prompt; `keys` are the last layer's after it."""
     ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-    is_usual = all(name in _OF_STEP or value is None or value is False for name, value in arguments.items())
+    is_usual = all(name in OF_STEP or value is None or value is False for name, value in arguments.items())
     has_grown = keys.shape[-2] == turn.seen.shape[-2] + ids.shape[1] and len(keys) == len(ids)
     return is_usual and has_grown and (mask is None or mask.ndim == 2)
 

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from llmcache.models.adapters import CACHE, Trunk, device_of, first_position
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
+from llmcache.models.kv_state import describe, new_cache, restore
 from llmcache.models.model_config import setting
 from llmcache.models.packing import parts_of
 from llmcache.models.rope import LAYOUTS, rotate, steady_length
@@ -53,6 +54,8 @@ class Causal:
             passed.
         counts_padding: They do so by their number.
         is_by_column: A token's position, if none is passed, is its column, padding included.
+        copies: A K/V cache that keeps something else (states) can be copied after a beginning, and the copy continued:
+            the rest of a row without padding has the states that it has in the whole row.
         rotates: How `rotate` makes the keys of tokens at other positions, one of `LAYOUTS`; "" if it does not.
         makes_dynamic_cache: It makes a `DynamicCache` of its config if it is passed no cache, and `use_cache` is True
             as passed, or else in its config; none if that is False.
@@ -63,6 +66,7 @@ class Causal:
     is_causal: bool = False
     cuts: bool = False
     packs: bool = False
+    copies: bool = False
     knows_padding: bool = False
     counts_padding: bool = True
     is_by_column: bool = True
@@ -96,7 +100,7 @@ class Causality:
 
 
 def look_at(trunk: Trunk) -> Causal:
-    """Return what a trial shows of a trunk with its present settings; at most eleven forwards of up to 94 tokens."""
+    """Return what a trial shows of a trunk with its present settings; at most fifteen forwards of up to 94 tokens."""
     if isinstance(trunk.module, CallableTrunk):
         return Causal(reason="it is called as a whole")
     try:
@@ -143,6 +147,7 @@ class _Trial:
             return replace(found, reason="its tokens attend to later ones")
         shapes = {tensor.shape[::2] for layer in self._kv for tensor in layer if tensor is not None}
         if len(self._kv) != self._trunk.depth or shapes != {self._ids.shape}:
+            found = replace(found, copies=_shows(self._copies), makes_dynamic_cache=_shows(self._makes_dynamic_cache))
             return replace(found, reason="it keeps something else than one column of K/V per token and layer")
         found = replace(found, is_causal=True, makes_dynamic_cache=_shows(self._makes_dynamic_cache))
         if not _shows(self._cuts):
@@ -172,6 +177,34 @@ class _Trial:
             if not (has_grown and self._is_close(states, self._states[:1, n_known:])):
                 return False
         return True
+
+    def _copies(self) -> bool:
+        """Try beginnings of two lengths, each continued twice, as a copy must not change what is kept."""
+        _, whole = self._go_on(new_cache(self._trunk), 0, self._n)
+        for n_known in (self._n_common, self._n - 1):
+            kv_cache = new_cache(self._trunk)
+            described, kept = self._go_on(kv_cache, 0, n_known)
+            for _ in range(2):
+                copied = new_cache(self._trunk)
+                restore(copied, described, kept)
+                _, found = self._go_on(copied, n_known, self._n)
+                pairs = zip(found, whole, strict=True)
+                # A state may matter little to so short a row, and much to a longer one.
+                if not all(self._is_close(one.reshape(1, -1), other.reshape(1, -1)) for one, other in pairs):
+                    return False
+        return True
+
+    def _go_on(self, kv_cache: DynamicCache, begin: int, end: int) -> tuple[list[Any], list[Tensor]]:
+        """Run tokens of row 0 after what a K/V cache holds; return what it keeps then, by `describe`.
+
+        Raises:
+            ValueError: The states are not those of the whole row, or it is another K/V cache that was filled.
+        """
+        output = self._module(input_ids=self._ids[:1, begin:end], past_key_values=kv_cache, use_cache=True)
+        is_filled = parts_of(output).get(CACHE, output[1]) is kv_cache and kv_cache.get_seq_length() == end
+        if not (is_filled and self._is_close(output[0], self._states[:1, begin:end])):
+            raise ValueError("states differ")
+        return describe(kv_cache.layers)
 
     def _packs(self) -> bool:
         """Try three segments in a row: two that follow the common beginning, and one that follows the first."""

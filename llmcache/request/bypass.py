@@ -71,6 +71,9 @@ CURES: dict[str, str] = {
     "kv_layout": "this model does not keep K/V as one column per token in each layer (it adds tokens of its own, "
     "shares K/V between layers, or keeps states of linear attention, convolutions or an encoder), so no prompt can be "
     "cut off or restored: pass use_cache=False where no K/V is needed",
+    "kv_states": "this model's K/V cache is copied as a whole (it keeps states of linear attention or convolutions, or "
+    "shares K/V between layers), for one prompt a call, without padding: pass prompts one by one, and positions that "
+    "count from 0 and past_key_values=DynamicCache(config=model.config), or neither",
     "kv_cache_with_pooled_payload": "K/V was requested, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
@@ -98,6 +101,8 @@ MISSES: dict[str, str] = {
     "whole_prompts": "only whole prompts are served with prefix=False, with padding that the model was not seen to "
     "ignore, and if a trial of the model shows that nothing can be cut off: set prefix, or leave out the padding",
     "no_kv": "this call keeps no K/V and cannot use it (prefix=False, a graph, a 4-D mask): leave out use_cache=False",
+    "snapshots": "this model's K/V caches are kept as they are at the ends of prompts and answers, and none that is "
+    "stored ends within it: pass the beginning that prompts share to cache.prefill",
     "coupled": "rows of a call affect each other in this model, so only a repeat of the whole call is served",
 }
 

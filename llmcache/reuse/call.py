@@ -137,6 +137,9 @@ class Path(ABC):
     def store(self, call: Call, output: Any) -> str | None:
         """Store computed rows; return the reason for a bypass if the output cannot be stored."""
 
+    def follow(self, call: Call, output: Any) -> None:
+        """Keep what is generated after the prompts of a call that keeps K/V, from now on."""
+
     @abstractmethod
     def outcome(self, call: Call, row: Row) -> Outcome:
         """Return the outcome of a row that was looked up."""

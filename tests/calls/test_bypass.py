@@ -125,7 +125,7 @@ BYPASSES: dict[str, tuple[str, Make, Call]] = {
         STRANGE_GENERATORS["mistral"],
         asking(past_key_values=lambda model: tf.StaticCache(config=model.config, max_cache_len=32)),
     ),
-    "K/V of some layers": ("kv_layout", hybrid, lambda model: ask(model, **X).logits),
+    "states, of several rows": ("kv_states", hybrid, lambda model: ask(model, **X).logits),
 }
 
 

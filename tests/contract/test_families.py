@@ -177,7 +177,7 @@ OTHER_KV: dict[str, tuple[Any, Any, tuple[str, str]]] = {
     "shared K/V": (
         tf.Gemma4ForCausalLM,
         tf.Gemma4TextConfig(**_GROUPED | _SHARING | _PER_LAYER, global_head_dim=8),
-        ("kv_layout", ""),
+        ("kv_states", ""),
     ),
 }
 
