@@ -227,12 +227,17 @@ def _both(name: str, digits: int = 0) -> Cell:
 
 
 def _three(name: str) -> Cell:
-    return lambda row: " / ".join(f"{row[f'{name}_{who}']:,.0f}" for who in ("plain", "cached", "again"))
+    passes = [f"{name}_{who}" for who in ("plain", "cached", "again")]
+    return lambda row: " / ".join(f"{row[one]:,.0f}" for one in passes if one in row)
+
+
+def _ratios(row: Mapping[str, Any], kind: str) -> str:
+    """Return how many times as long the model alone takes, beside the first evaluation and the same again."""
+    return "; ".join(f"{row[one]:.2f}" for one in (f"{kind}_ratio", f"{kind}_again_ratio") if one in row)
 
 
 def _wall(row: Mapping[str, Any]) -> str:
-    ratios = f"({row['wall_ratio']:.2f}; {row['wall_again_ratio']:.2f})"
-    return f"{_three('wall_s')(row)} {ratios}" if row["run"].is_timed else ""
+    return f"{_three('wall_s')(row)} ({_ratios(row, 'wall')})" if row["run"].is_timed else ""
 
 
 TREES: Mapping[str, Cell] = {
@@ -250,7 +255,7 @@ EVALUATED: Mapping[str, Cell] = {
     "rows a call": lambda row: row["run"].metrics["batch"],
     "columns of a layer": _three("columns"),
     "ratio": of(number, "columns_ratio", 2),
-    "CPU, s": lambda row: f"{_three('cpu_s')(row)} ({row['cpu_ratio']:.2f}; {row['cpu_again_ratio']:.2f})",
+    "CPU, s": lambda row: f"{_three('cpu_s')(row)} ({_ratios(row, 'cpu')})",
     "wall, s": _wall,
     "accuracy": _both("acc", 3),
     "normalised": _both("acc_norm", 3),
