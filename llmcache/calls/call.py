@@ -22,11 +22,13 @@ import torch
 
 from llmcache.calls.chunks import Chunks
 from llmcache.calls.context_flags import ContextFlags
+from llmcache.calls.followed import Followed
 from llmcache.calls.prefix import Prefix
 from llmcache.calls.prepared import Prepared, PreparedCalls
 from llmcache.calls.snapshots import Snapshots
 from llmcache.calls.stored_blocks import StoredBlocks
 from llmcache.calls.stored_entries import StoredEntries, entry_name
+from llmcache.calls.turns import Turns
 from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager, Engine
 from llmcache.memory.bank import Bank, Entry
@@ -367,11 +369,14 @@ class CachedForward(Swap, ContextFlags):
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         self.rows = Rows(self, wrapped, bank, tier, rungs)
         self.prefix = self.snapshots = None
+        #: What follows K/V caches while tokens are generated.
+        self.turns: Sequence[Turns | Followed] = ()
         self._serves_prefixes = wrapped.config.prefix is not None
         if blocks is not None:
             stored = None if tier is None else StoredBlocks(tier, blocks)
             self.prefix = Prefix(wrapped, blocks, stored, self.arguments, self.eager, self.chunks, self.distinct)
             self.snapshots = Snapshots(wrapped, bank, self.prefix, self.arguments)
+            self.turns = self.prefix.turns, self.snapshots.turns
 
     def use(self, reuse: "Off | Approximate") -> None:
         """Reuse approximately from now on; nothing is served so before it is calibrated."""
@@ -422,19 +427,19 @@ class CachedForward(Swap, ContextFlags):
 
     def _pass(self, call: Bypass) -> Any:
         """Run a call that bypasses the cache; of a decode step, keep what it adds to the K/V of a prompt."""
-        if self.prefix is None or self.snapshots is None:
+        if self.snapshots is None:
             return self.original(*call.args, **call.kwargs)
-        keepers, arguments = (self.prefix.turns, self.snapshots.turns), self.arguments.bind(call.args, call.kwargs)
+        arguments = self.arguments.bind(call.args, call.kwargs)
         if call.reason != "decode":
             self.snapshots.turns.drop(arguments.get(CACHE))
             return self.original(*call.args, **call.kwargs)
-        for keeper in keepers:
+        for turns in self.turns:
             with self._counters.guard("keep a turn"):
-                keeper.check(arguments.get(CACHE), self.signatures.computes_alike)
+                turns.check(arguments.get(CACHE), self.signatures.computes_alike)
         output = self.original(*call.args, **call.kwargs)
-        for keeper in keepers:
+        for turns in self.turns:
             with self._counters.guard("keep a turn"):
-                keeper.grow(arguments, output)
+                turns.grow(arguments, output)
         return output
 
     def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

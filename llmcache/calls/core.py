@@ -268,8 +268,8 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
-        if self.forward.prefix is not None:
-            self.forward.prefix.turns.discard()
+        for turns in self.forward.turns:
+            turns.discard()
         with self.reuse.held():
             n_requests = self.bank.clear(namespace)
             self.reuse.forget(namespace)
@@ -278,8 +278,8 @@ class Core:
 
     def drop_names(self, namespace: str, names: Sequence[str]) -> int:
         """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
-        if self.forward.prefix is not None:
-            self.forward.prefix.turns.discard()
+        for turns in self.forward.turns:
+            turns.discard()
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
@@ -293,9 +293,8 @@ class Core:
     def save(self, folder: str | Path, config: CacheConfig) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
-        if self.forward.prefix is not None and self.forward.snapshots is not None:
-            self.forward.prefix.turns.settle()
-            self.forward.snapshots.turns.settle()
+        for turns in self.forward.turns:
+            turns.settle()
         kinds = {name: kinds.state() for name, kinds in self._kinds().items()}
         save(folder, self.wrapped, config, self._sections(), kinds, numbers)
 
@@ -354,8 +353,8 @@ class Core:
         self.forward.is_retired = True
         self.reuse.close()
         self.installed.remove()
-        if self.forward.prefix is not None:
-            self.forward.prefix.turns.close()
+        for turns in self.forward.turns:
+            turns.close()
         if self.tier is not None:
             self.tier.close()
         if self._graphs is not None:

@@ -73,7 +73,7 @@ class Followed:
         turn = _Turn(light, call.rows[0], layers, seen, [states[0].clone()])
         with self._lock:
             self._turns[kv_cache] = turn
-        finalize(kv_cache, self._end, turn).atexit = False
+        finalize(kv_cache, _end, turn, self._ended).atexit = False
 
     def check(self, kv_cache: Any, computes_alike: Callable[[TrunkState, str, str], bool]) -> None:
         """Before a step, stop following a K/V cache that was changed, or if the trunk does not compute as it did.
@@ -126,10 +126,16 @@ class Followed:
             if (turn := self._turns.pop(kv_cache, None)) is not None:
                 turn.is_changed = False
 
-    def _end(self, turn: _Turn) -> None:
-        """Queue the answer in a K/V cache that is being dropped. Runs in any thread at any time: no lock."""
-        if turn.is_changed:
-            self._ended.append(turn)
+    def discard(self) -> None:
+        """Discard what is not kept of answers that ended."""
+        self._ended.clear()
+
+    def close(self) -> None:
+        """Follow nothing any more, and discard what is not kept."""
+        with self._lock:
+            for kv_cache in [*self._turns]:
+                self.drop(kv_cache)
+        self.discard()
 
     def _write(self, turn: _Turn) -> None:
         """Keep the answer, unless a step of another thread is under way: it writes to the states in place."""
@@ -149,3 +155,9 @@ class Followed:
 def _last_keys(layers: Sequence[Any]) -> Tensor | None:
     """Return the keys of the last layer of attention, a new tensor after each step; None if there is none."""
     return next((layer.keys for layer in reversed(layers) if getattr(layer, "keys", None) is not None), None)
+
+
+def _end(turn: _Turn, ended: deque[_Turn]) -> None:
+    """Queue the answer in a K/V cache that is being dropped. Runs in any thread at any time: no lock."""
+    if turn.is_changed:
+        ended.append(turn)

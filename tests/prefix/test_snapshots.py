@@ -1,6 +1,7 @@
 """Decoders that keep states: a copy at the end of a prompt or an answer serves what continues it, and nothing else."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -237,13 +238,18 @@ def test_a_batch_padding_and_another_kind_of_cache_go_by(gated: Any) -> None:
         assert cache.stats().n_stored == 0
 
 
-def test_nothing_is_kept_of_a_cache_that_was_changed(gated: Any) -> None:
+@pytest.mark.parametrize("how", ["changed", "autocast", "disabled"])
+def test_nothing_is_kept_of_a_cache_that_was_changed_or_computed_otherwise(gated: Any, how: str) -> None:
     first, second, _ = prompts()
     kv_cache = new_cache(locate(gated))
     with LLMCache.wrap(gated) as cache:
         ask(gated, input_ids=first, past_key_values=kv_cache)
-        ask(gated, input_ids=second[:, 20:24], past_key_values=kv_cache)
-        kv_cache.layers[1].keys = kv_cache.layers[1].keys + 1
+        with torch.autocast("cpu", torch.bfloat16, how == "autocast"):
+            ask(gated, input_ids=second[:, 20:22], past_key_values=kv_cache)
+        with cache.disabled() if how == "disabled" else nullcontext():
+            ask(gated, input_ids=second[:, 22:24], past_key_values=kv_cache)
+        if how == "changed":
+            kv_cache.layers[1].keys = kv_cache.layers[1].keys + 1
         ask(gated, input_ids=second)
         assert served(cache) == ("prefix", 20)
 
@@ -254,7 +260,9 @@ def test_nothing_is_kept_while_a_step_is_under_way(gated: Any) -> None:
     with LLMCache.wrap(gated) as cache:
         ask(gated, input_ids=first, past_key_values=kv_cache)
         ask(gated, input_ids=second[:, 20:24], past_key_values=kv_cache)
-        cache._installed_core.forward.snapshots.turns.check(kv_cache)  # a step of another thread begins
+        cache._installed_core.forward.snapshots.turns.check(
+            kv_cache, lambda *_: True
+        )  # a step of another thread begins
         ask(gated, input_ids=second)
         assert served(cache) == ("prefix", 20)
 
