@@ -123,13 +123,17 @@ class CallSignatures:
             return "other_pooling"
         if self._pooled is not None and self._pooled.has_changed():
             return "other_pooling"
-        if self._is_hooked(state):  # a hit would not run the hooks
-            return "hooked"
-        return Opened(state, signature, arguments, mask_4d, _autocast_on(arguments["input_ids"].device.type))
+        # As in `_is_hooked`, without a call.
+        if (RemovableHandle.next_id != state.n_hooks or any(state.hooks)) and self._is_hooked(state):
+            return "hooked"  # a hit would not run the hooks
+        is_cast = torch._C._is_any_autocast_enabled()
+        autocast = _autocast_on(arguments["input_ids"].device.type) if is_cast else ""
+        return Opened(state, signature, arguments, mask_4d, autocast)
 
     def computes_alike(self, state: TrunkState, autocast: str, device: str) -> bool:
         """Whether the trunk has no hooks, and computes on a device as in calls with this autocast dtype."""
-        return not self._is_hooked(state) and _autocast_on(device) == autocast
+        is_cast = torch._C._is_any_autocast_enabled()
+        return not self._is_hooked(state) and (_autocast_on(device) if is_cast else "") == autocast
 
     def _is_hooked(self, state: TrunkState) -> bool:
         n_hooks = RemovableHandle.next_id
@@ -252,7 +256,5 @@ def _fit_together(arguments: Mapping[str, Any], tensors: Sequence[Tensor]) -> bo
 
 
 def _autocast_on(device: str) -> str:
-    """Return the dtype to which autocast casts on a device; "" without autocast."""
-    if not torch._C._is_any_autocast_enabled():
-        return ""
+    """Return the dtype to which autocast casts on a device; "" without autocast there."""
     return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""

@@ -80,7 +80,7 @@ def test_values_of_other_keys_and_formats_are_told_apart() -> None:
         SEALS["plain"].open(OTHER, 7, value)
     assert refused.value.reason == "other_key"
     older = value[:4] + (1).to_bytes(2, "little") + value[6:]
-    with pytest.raises(MismatchError, match="format 1; this version reads 4") as refused:
+    with pytest.raises(MismatchError, match="format 1; this version reads 5") as refused:
         SEALS["plain"].open(ONE, 7, older)
     assert refused.value.reason == "other_format"
 
