@@ -7,7 +7,7 @@ looks for the largest batch that fits, by running a made-up one five times: that
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter, process_time
@@ -163,8 +163,10 @@ _PASSES: Mapping[str, Callable[[Mapping[bool, Pass]], Pass]] = {
 
 def _evaluate(experiment: LmEval, loaded: Any, docs: Mapping[str, Docs], is_cached: bool) -> Pass:
     """Evaluate the model alone, or in a new cache."""
-    wrapped = LLMCache.wrap(loaded.model, config=experiment.cache) if is_cached else nullcontext()
-    with wrapped as cache, columns_of(loaded.model) as columns:
+    with ExitStack() as stack:
+        # Wrapped once columns are counted: a layer's forward that is replaced later is an edit, and tried again.
+        columns = stack.enter_context(columns_of(loaded.model))
+        cache = stack.enter_context(LLMCache.wrap(loaded.model, config=experiment.cache)) if is_cached else None
         meter = _Meter(columns, (lambda: None) if cache is None else cache.restart_stats)
         found = meter.measure(lambda: _simple_evaluate(experiment, loaded, docs, meter))
         if cache is not None:

@@ -196,9 +196,10 @@ def _make(model: Any, calls: Sequence[Call], kept_on: str | None) -> tuple[int, 
 
     Return columns, seconds, and of each call the logits of each row's last token, or the new ids.
     """
-    cache = None if kept_on is None else LLMCache.wrap(model, auto_bypass=False, device=kept_on)
     answers, seconds = list[Tensor](), 0.0
-    with torch.inference_mode(), columns_of(model) as columns:
+    with columns_of(model) as columns, torch.inference_mode():
+        # Wrapped once columns are counted: a layer's forward that is replaced later is an edit, and tried again.
+        cache = None if kept_on is None else LLMCache.wrap(model, auto_bypass=False, device=kept_on)
         for call in calls:
             inputs = {name: value.to(model.device) for name, value in _inputs(call).items()}
             torch.manual_seed(0)
