@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmcache.calls.kv_fill import last_states
-from llmcache.calls.turns import OF_STEP
+from llmcache.calls.turns import is_plain_step
 from llmcache.models.adapters import CACHE
 from llmcache.request.call_signatures import TrunkState
 from llmcache.request.rows import Row
@@ -66,11 +66,10 @@ class Followed:
 
     def begin(self, call: Call, kv_cache: Any, states: Tensor) -> None:
         """Follow a K/V cache that a prompt of one row has filled; `states` (1, n, D) are its own."""
-        light = replace(call, args=(), kwargs={}, arguments={}, mask_4d=None, beginnings=None, output=None)
-        light.path, layers = None, kv_cache.layers  # type: ignore[assignment]  # it holds the K/V cache
+        layers = kv_cache.layers
         if (seen := _last_keys(layers)) is None:
             return
-        turn = _Turn(light, call.rows[0], layers, seen, [states[0].clone()])
+        turn = _Turn(call.without_arguments(), call.rows[0], layers, seen, [states[0].clone()])
         with self._lock:
             self._turns[kv_cache] = turn
         finalize(kv_cache, _end, turn, self._ended).atexit = False
@@ -94,10 +93,9 @@ class Followed:
         if (turn := self._turns.get(kv_cache)) is None:
             return
         ids, states, mask = arguments["input_ids"], last_states(output), arguments.get("attention_mask")
-        is_usual = all(name in OF_STEP or value is None or value is False for name, value in arguments.items())
         has_grown = len(ids) == 1 and kv_cache.get_seq_length() == turn.n_tokens + ids.shape[1]
         seen = _last_keys(turn.layers)
-        if seen is None or states is None or not (is_usual and has_grown) or (mask is not None and mask.ndim != 2):
+        if seen is None or states is None or not (is_plain_step(arguments) and has_grown):
             self.drop(kv_cache)
             return
         turn.ids.append(ids[0].clone())
@@ -148,7 +146,7 @@ class Followed:
             positions = torch.cat(turn.positions).cpu().numpy()
             if not np.array_equal(positions, np.arange(first, first + len(ids))):
                 return
-        packed = turn.row.ids + ids.astype(np.uint16 if len(turn.row.ids) == 2 * first else np.int32).tobytes()
+        packed = turn.row.ids + turn.row.pack(ids)
         self._keep(call, packed, torch.cat(turn.states), turn.layers, lambda: turn.n_begun == n_steps)
 
 

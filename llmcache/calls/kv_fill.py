@@ -127,3 +127,14 @@ def with_cache(output: Any, kv_cache: Any) -> Any:
         return (output[0], kv_cache)
     output[CACHE] = kv_cache
     return output
+
+
+def names_of(output: Any) -> tuple[str, ...]:
+    """Return the names of what an output of states and K/V has, in order."""
+    return (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
+
+
+def make_output(of: type, names: Sequence[str], states: Tensor, kv_cache: Any) -> Any:
+    """Return an output of a class, with these names, of states and a K/V cache."""
+    made = {name: states if name == STATES else kv_cache for name in names}
+    return tuple(made.values()) if of is tuple else of(**made)

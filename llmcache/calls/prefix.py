@@ -30,10 +30,22 @@ from transformers import DynamicCache
 from transformers.utils.generic import ModelOutput
 
 from llmcache.calls.chunks import Chunks
-from llmcache.calls.kv_fill import Pieces, empty, fill, is_by_column, join, last_states, put, with_cache, with_states
+from llmcache.calls.kv_fill import (
+    Pieces,
+    empty,
+    fill,
+    is_by_column,
+    join,
+    last_states,
+    make_output,
+    names_of,
+    put,
+    with_cache,
+    with_states,
+)
 from llmcache.calls.stored_blocks import StoredBlocks, Wanted, block_name
 from llmcache.calls.stored_entries import entry_name
-from llmcache.calls.tree import PAYS, Branch, Columns, Known, Part, Pool, Tree
+from llmcache.calls.tree import PAYS, Branch, Columns, Known, Part, Pool, Tree, stack
 from llmcache.calls.turns import Turns
 from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager
@@ -43,6 +55,7 @@ from llmcache.memory.blocks.slabs import slab_blocks
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
 from llmcache.models.hooks import Distinct
+from llmcache.models.kv_state import new_cache
 from llmcache.models.masks import cut
 from llmcache.models.output_formats import OutputFormats, name_of, type_of
 from llmcache.models.packing import STATES, padding_of, parts_of
@@ -100,7 +113,7 @@ class Prefix:
             kv_cache = self._new_cache(call)
             reason = refusals.get(False)
             if kv_cache is not None and any(self._causal.windows):
-                windowed = DynamicCache(config=self._trunk.config)
+                windowed = new_cache(self._trunk)
         elif self._causal.is_causal and keeps_windows(kv_cache):
             kv_cache, windowed, reason = DynamicCache(), kv_cache, refusals.get(True)
         else:
@@ -146,7 +159,7 @@ class Prefix:
         refusals = call.state.kv_refusals
         if False not in refusals:
             if call.causal.makes_dynamic_cache:
-                usual: Any = DynamicCache(config=self._trunk.config)
+                usual = new_cache(self._trunk)
                 refusals[False] = "" if self._causal.is_causal and keeps_windows(usual) else find_reason_of_cache(usual)
             elif self.kinds.knows(call.kind) and (known := self.kinds[call.kind]) and known[2]:
                 refusals[False] = ""
@@ -457,11 +470,8 @@ class Prefix:
         if output is None:
             of, names, _ = self.kinds[call.kind] or (tuple, (STATES, CACHE), True)
         else:
-            of, names = type(output), (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
-        made = {name: states if name == STATES else prefill.kv_cache for name in names}
-        if prefill.kv_cache is None:
-            made = {STATES: states}
-        return tuple(made.values()) if of is tuple else of(**made)
+            of, names = type(output), names_of(output)
+        return make_output(of, (STATES,) if prefill.kv_cache is None else names, states, prefill.kv_cache)
 
     def _run_step(self, call: Call, prefill: "Prefill", **changes: Any) -> Any:
         """Run the trunk with a call's arguments, some of them replaced."""
@@ -498,7 +508,7 @@ class Prefix:
             self.kinds.learn(call.kind, None)
             return "more_output"
         if prefill.hands_out:
-            state, names = call.state, (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
+            state, names = call.state, names_of(output)
             reason = state.kv_refusals[call.arguments.get(CACHE) is not None] = self._check_kv(
                 call, prefill, output, states
             )
@@ -611,19 +621,9 @@ class Prefix:
             return self._turn(taken, start - (row.start or 0))
         with torch.inference_mode(False), torch.no_grad():
             parts = branch.parts(begin, end)
-            tensors = [
-                torch.stack(
-                    [
-                        torch.cat(
-                            [getattr(columns, name)[layer][:, first : first + n] for columns, first, n in parts], 1
-                        )
-                        for layer in range(self.depth)
-                    ]
-                ).to(self.blocks.device)
-                for name in NAMES[:2]
-            ]
+            keys, values = (stack(parts, name, self.depth).to(self.blocks.device) for name in NAMES[:2])
             own = torch.cat([columns.states[first : first + n] for columns, first, n in parts])
-            slab = Slab(tensors[0], tensors[1], own[None].clone().to(self.blocks.device))
+            slab = Slab(keys, values, own[None].clone().to(self.blocks.device))
             return self._turn(slab, start - self._origin(row))
 
     def _turn(self, slab: Slab, offset: int) -> Slab:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmcache.calls.followed import Followed
-from llmcache.calls.kv_fill import last_states, with_states
+from llmcache.calls.kv_fill import last_states, make_output, names_of, with_states
 from llmcache.calls.prefix import Prefix
 from llmcache.calls.stored_entries import entry_name
 from llmcache.calls.wrapped import Wrapped
@@ -79,7 +79,7 @@ class Snapshots:
         with self._lock:
             lengths = sorted({n for n in self._lengths.get(scope, {}).values() if n <= longest})
         sha, at, key = hashlib.sha256(scope.key + _MARK), 0, ""
-        for end in (n * _width(row) for n in lengths):
+        for end in (n * row.id_width for n in lengths):
             sha.update(row.ids[at:end])
             at, now = end, key_of(sha.digest())
             key = now if now in self._bank else key
@@ -110,8 +110,7 @@ class Snapshots:
         restore(path.kv_cache, json.loads(path.entry.layout.removeprefix(_MARK)), tensors)
         if states.shape[1] == call.rows[0].n_valid:
             kind, names, _ = self._kinds[call.kind] or (tuple, (STATES, CACHE), False)
-            made = {name: states if name == STATES else path.kv_cache for name in names}
-            return tuple(made.values()) if kind is tuple else kind(**made)
+            return make_output(kind, names, states, path.kv_cache)
         output = call.engine.run(*self._prefix.cut(call, states.shape[1], args, kwargs), call.rows)
         return with_states(output, torch.cat([states.to(output[0].dtype), output[0]], dim=1))
 
@@ -124,8 +123,7 @@ class Snapshots:
         path.kv_cache = parts.get(CACHE, parts.get(1, path.kv_cache))
         if type(path.kv_cache).__name__ != "DynamicCache" or path.kv_cache.get_seq_length() != states.shape[1]:
             return "kv_layout"
-        names = (STATES, CACHE)[: len(output)] if isinstance(output, tuple) else tuple(output)
-        self._kinds.learn(call.kind, (type(output), names, False))
+        self._kinds.learn(call.kind, (type(output), names_of(output), False))
         entry = self._copy(call, call.rows[0].ids, states[0], path.kv_cache.layers)
         self._put(call, entry, 1e3 * call.computing_s)
         return None
@@ -233,11 +231,6 @@ class Restoring(Path):
 
 def _key_of(scope: Scope, ids: bytes) -> str:
     return key_of(hashlib.sha256(scope.key + _MARK + ids).digest())
-
-
-def _width(row: Row) -> int:
-    """Return the bytes per packed token id."""
-    return len(row.ids) // row.n_valid
 
 
 def _are_alike(one: bytes, other: bytes) -> bool:

@@ -270,6 +270,14 @@ def _after(columns: Tensor, n_past: int) -> Tensor:
     return columns[:, n_past:].clone() if n_past else columns
 
 
+def stack(parts: Sequence[Part], name: str, depth: int) -> Tensor:
+    """Return keys or values of consecutive parts in all layers, copied together (L, H, n, D_h)."""
+    layers = (
+        [getattr(columns, name)[layer][:, first : first + n] for columns, first, n in parts] for layer in range(depth)
+    )
+    return torch.stack([torch.cat(pieces, dim=1) for pieces in layers])
+
+
 def _laid(segments: Iterable[Segment], name: str, layer: int) -> Iterator[Tensor]:
     """Yield keys or values of segments in one layer, as views (1, H, n, D_h)."""
     for columns, first, n in chain.from_iterable(segment.parts or () for segment in segments):

@@ -31,8 +31,7 @@ from llmcache.support.threads import forkable
 #: Puts blocks of a chain into the pool: the prompt's call, the chain, and the new blocks by key.
 Put = Callable[[Call, Sequence[Link], Mapping[str, Block]], object]
 
-#: Arguments of a decode step; with others, its states may not be those of a prompt.
-OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"}
+_OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"}
 
 
 class _Step(NamedTuple):
@@ -96,8 +95,7 @@ class Turns:
         layers: Sequence[Any] = getattr(kv_cache, "layers", ())
         if not is_plain_cache(kv_cache) or {type(one).__name__ for one in layers} != {"DynamicLayer"}:
             return
-        light = replace(call, args=(), kwargs={}, arguments={}, mask_4d=None, beginnings=None, output=None)
-        light.path = None  # type: ignore[assignment]  # it holds the K/V cache
+        light = call.without_arguments()
         turns, seen = dict[int, _Turn](), layers[-1].keys
         for row in call.rows:
             if _may_grow(row, states.shape[1]):
@@ -196,10 +194,10 @@ class Turns:
         """Put the blocks of new tokens into the pool, with `is_all` an incomplete one too; return if they may be."""
         if not (self._stayed(turn.call.snapshot, turn.call.scope.weights) and _is_as_expected(turn)):
             return False
-        row, size, width = turn.row, self._size, turn.row.id_width
+        row, size = turn.row, self._size
         if turn.steps:
             ids = torch.cat([step.ids for step in turn.steps]).cpu().numpy()
-            turn.new += ids.astype(np.uint16 if width == 2 else np.int32).tobytes()
+            turn.new += row.pack(ids)
             turn.states = [torch.cat(turn.states)[-2 * size :].clone()]
             turn.steps = []
         grown = replace(row, ids=row.ids + turn.new, n_valid=turn.n_tokens)
@@ -209,7 +207,7 @@ class Turns:
             made[chain[number].key] = Block(chain[number].ids, turn.call.scope, slab, 0, size)
         turn.n_written, begin = len(chain), len(chain) * size
         if is_all and chain and turn.n_tokens > max(begin, row.n_valid):
-            rest = replace(grown, ids=grown.ids[begin * width :], n_valid=turn.n_tokens - begin)
+            rest = replace(grown, ids=grown.ids[begin * row.id_width :], n_valid=turn.n_tokens - begin)
             scope = replace(turn.call.scope, attention=f"{turn.call.scope.attention} after {chain[-1].key}")
             (end,) = links(scope, rest, rest.n_valid, 0)  # a key of its own
             slab = self._copy(turn, begin, turn.n_tokens)
@@ -248,12 +246,18 @@ def _may_grow(row: Row, n_columns: int) -> bool:
     return bool(is_run and row.n_valid and row.start is not None and not row.bypass_reason)
 
 
+def is_plain_step(arguments: Mapping[str, Any]) -> bool:
+    """Whether a decode step has no arguments by which its states may not be those of a prompt."""
+    mask = arguments.get("attention_mask")
+    is_plain = all(name in _OF_STEP or value is None or value is False for name, value in arguments.items())
+    return is_plain and (mask is None or mask.ndim == 2)
+
+
 def _is_usual(arguments: Mapping[str, Any], keys: Tensor, turn: _Turn) -> bool:
     """Whether a decode step added its tokens to a K/V cache like a prompt; `keys` are the last layer's after it."""
-    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-    is_usual = all(name in OF_STEP or value is None or value is False for name, value in arguments.items())
+    ids = arguments["input_ids"]
     has_grown = keys.shape[-2] == turn.seen.shape[-2] + ids.shape[1] and len(keys) == len(ids)
-    return is_usual and has_grown and (mask is None or mask.ndim == 2)
+    return is_plain_step(arguments) and has_grown
 
 
 def _is_as_expected(turn: _Turn) -> bool:

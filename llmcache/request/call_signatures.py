@@ -132,8 +132,7 @@ class CallSignatures:
 
     def computes_alike(self, state: TrunkState, autocast: str, device: str) -> bool:
         """Whether the trunk has no hooks, and computes on a device as in calls with this autocast dtype."""
-        is_cast = torch._C._is_any_autocast_enabled()
-        return not self._is_hooked(state) and (_autocast_on(device) if is_cast else "") == autocast
+        return not self._is_hooked(state) and _autocast_on(device) == autocast
 
     def _is_hooked(self, state: TrunkState) -> bool:
         n_hooks = RemovableHandle.next_id

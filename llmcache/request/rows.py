@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmcache.errors import ConfigError
 from llmcache.support.arrays import Positions
@@ -78,6 +79,10 @@ class Row:
     def id_width(self) -> int:
         """Bytes per packed token id, of a row with tokens."""
         return len(self.ids) // self.n_valid
+
+    def pack(self, ids: NDArray[Any]) -> bytes:
+        """Return token ids packed as the row's own."""
+        return ids.astype(np.uint16 if self.id_width == 2 else np.int32).tobytes()
 
     @property
     def starts_first(self) -> bool:

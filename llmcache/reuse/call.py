@@ -5,7 +5,7 @@ Sizes: B rows, T tokens, F fingerprint width, C outputs, S width of a signature.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -88,6 +88,12 @@ class Call:
     search_s: float = 0.0
     computing_s: float = 0.0
     storing_s: float = 0.0
+
+    def without_arguments(self) -> "Call":
+        """Return it without what keeps the caller's tensors and K/V cache alive; it cannot be answered any more."""
+        light = replace(self, args=(), kwargs={}, arguments={}, mask_4d=None, beginnings=None, output=None)
+        light.path = None  # type: ignore[assignment]
+        return light
 
     def reads_padding(self, row: Row) -> bool:
         """Whether the states of a row's padding may be read, so that they must be the model's."""
