@@ -21,6 +21,8 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _SPECIAL: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+#: Sizes of a decoder with two K/V heads.
+DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "pad_token_id": PAD}
 _COMMON: dict[str, Any] = {**_SIZES, **_SPECIAL, "num_hidden_layers": 3}
 _SEQ2SEQ: dict[str, Any] = {
     "vocab_size": VOCABULARY,

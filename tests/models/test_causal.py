@@ -10,18 +10,8 @@ from torch import nn
 from llmcache.models.adapters import Trunk, locate
 from llmcache.models.causal import Causal, look_at
 from llmcache.models.rope import rotate
-from tests.tiny_models import BARE, GENERATORS, STRANGE_GENERATORS, Make, build, llama, tokens
+from tests.tiny_models import BARE, DECODER, GENERATORS, STRANGE_GENERATORS, Make, build, llama, tokens
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 WINDOWS: dict[str, Any] = {
     "head_dim": 8,
     "sliding_window": 20,
@@ -30,7 +20,7 @@ WINDOWS: dict[str, Any] = {
 
 
 def gemma() -> nn.Module:
-    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SIZES, **WINDOWS))
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER, **WINDOWS))
 
 
 #: Packs, is placed by columns, how it rotates.
@@ -39,7 +29,7 @@ ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
     "added to scores": (lambda: tf.LlamaModel(llama(attn_implementation="eager")), True, True, "half"),
     "positions": (GENERATORS["gpt2"], True, True, ""),
     "positions from the mask": (
-        lambda: tf.OPTModel(tf.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32)),
+        lambda: tf.OPTModel(tf.OPTConfig(**DECODER, ffn_dim=48, word_embed_proj_dim=32)),
         True,
         False,
         "",
@@ -49,20 +39,20 @@ ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
     "chunks": (
         lambda: tf.Llama4ForCausalLM(
             tf.Llama4TextConfig(
-                **SIZES, attention_chunk_size=32, intermediate_size_mlp=48, head_dim=8, num_local_experts=2
+                **DECODER, attention_chunk_size=32, intermediate_size_mlp=48, head_dim=8, num_local_experts=2
             )
         ),
         True,
         True,
         "",
     ),
-    "pairs": (lambda: tf.CohereModel(tf.CohereConfig(**SIZES)), True, True, "interleaved"),
+    "pairs": (lambda: tf.CohereModel(tf.CohereConfig(**DECODER)), True, True, "interleaved"),
     "part of a key": (STRANGE_GENERATORS["neox"], True, True, "half"),
-    "distances": (lambda: tf.BloomModel(tf.BloomConfig(**SIZES)), False, False, ""),
+    "distances": (lambda: tf.BloomModel(tf.BloomConfig(**DECODER)), False, False, ""),
     "a window of columns": (
         lambda: tf.GPTNeoModel(
             tf.GPTNeoConfig(
-                **SIZES, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]]
+                **DECODER, num_layers=4, num_heads=4, window_size=8, attention_types=[[["global", "local"], 2]]
             )
         ),
         False,
@@ -121,7 +111,9 @@ def test_a_trunk_that_does_not_heed_the_mask_packs_nothing_and_knows_no_padding(
         (BARE["bert"], "later ones"),
         (
             lambda: tf.Qwen3NextModel(
-                tf.Qwen3NextConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+                tf.Qwen3NextConfig(
+                    **DECODER, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+                )
             ),
             "one column",
         ),
@@ -134,7 +126,7 @@ def test_nothing_is_cut_off_where_a_trial_shows_that_it_would_be_wrong(make: Mak
 
 
 def test_an_encoder_that_was_not_known_is_found_to_heed_the_mask() -> None:
-    found = look_at(locate(build(lambda: tf.MegatronBertModel(tf.MegatronBertConfig(**SIZES)))))
+    found = look_at(locate(build(lambda: tf.MegatronBertModel(tf.MegatronBertConfig(**DECODER)))))
     assert found.knows_padding and found.counts_padding and not found.is_causal
 
 

@@ -8,33 +8,23 @@ import transformers as tf
 from torch import nn
 
 from tests.prefix.prompts import branch, close, run, wrapped
-from tests.tiny_models import STRANGE_GENERATORS, Make, batch, build, tokens
+from tests.tiny_models import DECODER, STRANGE_GENERATORS, Make, batch, build, tokens
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 KINDS = ["sliding_attention", "full_attention"] * 2
 
 
 def gemma() -> nn.Module:
-    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=8, layer_types=KINDS))
+    return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=8, layer_types=KINDS))
 
 
 def gpt_oss() -> nn.Module:
     more = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return tf.GptOssForCausalLM(tf.GptOssConfig(**SIZES, **more, sliding_window=8, layer_types=KINDS))
+    return tf.GptOssForCausalLM(tf.GptOssConfig(**DECODER, **more, sliding_window=8, layer_types=KINDS))
 
 
 def gpt_neo() -> nn.Module:
     kinds = {"attention_types": [[["global", "local"], 2]], "window_size": 8}
-    return tf.GPTNeoForCausalLM(tf.GPTNeoConfig(**SIZES, num_layers=4, num_heads=4, **kinds))
+    return tf.GPTNeoForCausalLM(tf.GPTNeoConfig(**DECODER, num_layers=4, num_heads=4, **kinds))
 
 
 FAMILIES: dict[str, Make] = {
@@ -42,11 +32,11 @@ FAMILIES: dict[str, Make] = {
     "windows": gemma,
     "windows and sinks": gpt_oss,
     "window of columns": gpt_neo,
-    "distances": lambda: tf.BloomForCausalLM(tf.BloomConfig(**SIZES)),
-    "positions from the mask": lambda: tf.OPTForCausalLM(tf.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32)),
+    "distances": lambda: tf.BloomForCausalLM(tf.BloomConfig(**DECODER)),
+    "positions from the mask": lambda: tf.OPTForCausalLM(tf.OPTConfig(**DECODER, ffn_dim=48, word_embed_proj_dim=32)),
     "layer_past": STRANGE_GENERATORS["neox"],
-    "pairs": lambda: tf.CohereForCausalLM(tf.CohereConfig(**SIZES)),
-    "layers without positions": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0])),
+    "pairs": lambda: tf.CohereForCausalLM(tf.CohereConfig(**DECODER)),
+    "layers without positions": lambda: tf.SmolLM3ForCausalLM(tf.SmolLM3Config(**DECODER, no_rope_layers=[1, 0, 1, 0])),
 }
 KNOWN = tokens(1, 24)
 GOES_ON = [branch(KNOWN, 20, length, seed=length) for length in (26, 23, 30)]
