@@ -3,7 +3,7 @@
 experiment -> serve, engines, prefix, ... methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
-           -> serve_load, serve_soak      servers get requests over their socket (`over_http`)
+           -> serve_load, serve_soak, ... servers get requests over their socket (`over_http`)
            -> commands                    shell commands are timed
            -> Outcome                     rows and figures, for the folder of the run
 harness: whole passes and interleaved rounds, for all calls that are timed in this process
@@ -20,7 +20,17 @@ from experiments.support.files import Folders
 #: Names of the measures, and where their functions are if not at `run` in the module of that name.
 NAMES = (
     *("serve", "observe", "sweep", "layers", "latency", "compiled", "trust", "bound", "service", "engines"),
-    *("engine_parity", "serve_load", "ray_replicas", "serve_soak", "set_rates", "second_pass", "prefix", "policies"),
+    *(
+        "engine_parity",
+        "serve_load",
+        "serve_streams",
+        "ray_replicas",
+        "serve_soak",
+        "set_rates",
+        "second_pass",
+        "prefix",
+        "policies",
+    ),
     *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "tree", "commands"),
 )
 WHERE = {"set_rates": "service:run_at_rates", "engine_parity": "parity:run_engine"}

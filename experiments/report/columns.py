@@ -1,6 +1,7 @@
 """Columns of tables: headings, and functions from a row to its cell. The run of a row is under its key `run`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -222,22 +223,16 @@ def _asked(row: Mapping[str, Any]) -> str:
     return f"[{run.task}](configs/{run.group}.yaml), {run.metrics['n']} questions; shots {shots}"
 
 
-def _both(name: str, digits: int = 0) -> Cell:
-    return lambda row: " / ".join(f"{row[f'{name}_{who}']:,.{digits}f}" for who in ("plain", "cached"))
+def _passes(name: str, passes: Sequence[str] = ("plain", "cached"), digits: int = 0) -> Cell:
+    return lambda row: " / ".join(f"{row[f'{name}_{which}']:,.{digits}f}" for which in passes)
 
 
-def _three(name: str) -> Cell:
-    passes = [f"{name}_{who}" for who in ("plain", "cached", "again")]
-    return lambda row: " / ".join(f"{row[one]:,.0f}" for one in passes if one in row)
+_three = partial(_passes, passes=("plain", "cached", "again"))
 
 
-def _ratios(row: Mapping[str, Any], kind: str) -> str:
-    """Return how many times as long the model alone takes, beside the first evaluation and the same again."""
-    return "; ".join(f"{row[one]:.2f}" for one in (f"{kind}_ratio", f"{kind}_again_ratio") if one in row)
-
-
-def _wall(row: Mapping[str, Any]) -> str:
-    return f"{_three('wall_s')(row)} ({_ratios(row, 'wall')})" if row["run"].is_timed else ""
+def _times(kind: str) -> Cell:
+    """Return a cell of times, and of how many times as long the model alone takes as each pass with the cache."""
+    return lambda row: f"{_three(f'{kind}_s')(row)} ({row[f'{kind}_ratio']:.2f}; {row[f'{kind}_again_ratio']:.2f})"
 
 
 TREES: Mapping[str, Cell] = {
@@ -255,10 +250,10 @@ EVALUATED: Mapping[str, Cell] = {
     "rows a call": lambda row: row["run"].metrics["batch"],
     "columns of a layer": _three("columns"),
     "ratio": of(number, "columns_ratio", 2),
-    "CPU, s": lambda row: f"{_three('cpu_s')(row)} ({_ratios(row, 'cpu')})",
-    "wall, s": _wall,
-    "accuracy": _both("acc", 3),
-    "normalised": _both("acc_norm", 3),
+    "CPU, s": _times("cpu"),
+    "wall, s": lambda row: _times("wall")(row) if row["run"].is_timed else "",
+    "accuracy": _passes("acc", digits=3),
+    "normalised": _passes("acc_norm", digits=3),
     "largest difference of a log-probability": lambda row: f"{row['logprob_difference']:.0e}",
 }
 COMPILED: Mapping[str, Cell] = {
@@ -277,21 +272,32 @@ COMPILED: Mapping[str, Cell] = {
 # Servers and stores.
 
 
-def _goodput(row: Mapping[str, Any]) -> str:
-    return f"{number(row['goodput'])} ({number(row['goodput_min'])} to {number(row['goodput_max'])})"
+def _spread(name: str) -> Cell:
+    """Return a cell of a figure and of its smallest and largest values."""
+    return lambda row: f"{number(row[name])} ({number(row[f'{name}_min'])} to {number(row[f'{name}_max'])})"
 
 
 LOADED: Mapping[str, Cell] = {
     **STREAM,
     "server": itemgetter("server"),
     "arrivals": itemgetter("arrivals"),
-    "goodput, requests / s": _goodput,
+    "goodput, requests / s": _spread("goodput"),
     "gain of the cache": lambda row: number(row.get("gain"), 2),
     "hits": of(percent, "hit_rate"),
     "changed": of(percent, "changed_answers", 2),
     **{f"{name}, ms": of(number, f"{name}_ms") for name in ("p50", "p90", "p99")},
     "server, CPU ms": of(number, "server_cpu_ms", 2),
     "generator": of(number, "generator_cpu_ms", 2),
+}
+STREAMED: Mapping[str, Cell] = {
+    "server": itemgetter("server"),
+    "load": itemgetter("load"),
+    "tokens of a prompt": of(number, "prompt_tokens", 0),
+    "tokens / s": _spread("tokens_per_s"),
+    "first token, s: median / last": lambda row: f"{row['ttft_s']:.2f} / {row['ttft_max_s']:.2f}",
+    "longest gap, s": of(number, "longest_gap_s", 2),
+    "server, CPU s": of(number, "cpu_s"),
+    "cached tokens": of(number, "cached_tokens", 0),
 }
 SOAKED: Mapping[str, Cell] = {
     **STREAM,

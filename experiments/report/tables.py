@@ -148,6 +148,7 @@ TABLES: Mapping[str, Table] = {
     "tree": by_row(show.TREES),
     "compiled": compiled,
     "serve_load": by_row(show.LOADED),
+    "serve_streams": by_row(show.STREAMED),
     "serve_soak": by_row(show.SOAKED),
     "ray_replicas": by_row(show.REPLICAS),
     "store_faults": by_row(show.FAULTS),

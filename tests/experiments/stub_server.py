@@ -36,11 +36,27 @@ class Handler(BaseHTTPRequestHandler):
         with self.lock:
             time.sleep(self.options.ms / 1e3)
         Handler.n_answered += 1
+        if asked.get("stream"):
+            self._stream(asked["max_tokens"])
+            return
         if self.options.reply:
             self._send(200, self.options.reply)
             return
         one = [{"label": self.options.label, "score": 0.9}, {"label": "other", "score": 0.1}]
         self._send(200, json.dumps(one if isinstance(asked["inputs"], str) else [one] * len(asked["inputs"])))
+
+    def _stream(self, n_tokens: int) -> None:
+        """Send each token as a piece of text, 5 ms after the one before, then how many there were."""
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        told = {"prompt_tokens": 7, "completion_tokens": n_tokens, "prompt_tokens_details": {"cached_tokens": 2}}
+        pieces = [{"choices": [{"delta": {"content": "a"}}]}] * n_tokens
+        for piece in (*pieces, {"choices": [], "usage": told}):
+            time.sleep(0.005)
+            data = f"data: {json.dumps(piece)}\n\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     def _send(self, status: int, body: str) -> None:
         self.send_response(status)

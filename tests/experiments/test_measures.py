@@ -219,6 +219,15 @@ def serve_soak(rows: Rows, metrics: Any) -> None:
     assert metrics["n_unequal"] == metrics["n_checked"] >= metrics["n"] // 100 and metrics["n_failed"] > 0
 
 
+def serve_streams(rows: Rows, metrics: Any) -> None:
+    cold, warm, beside = metrics["summary"]
+    assert (cold["tokens"], warm["tokens"], beside["tokens"]) == (15, 15, 12 + 4)  # of three streams; of two
+    assert (cold["cached_tokens"], beside["cached_tokens"]) == (3 * 2, 2 * 2) and metrics["same_answers"] == 1 + 6 + 2
+    for row in rows:
+        assert 0.005 < row["ttft_s"] <= row["ttft_max_s"] < row["wall_s"] and row["longest_gap_s"] > 0.004
+        assert row["tokens_per_s"] == row["tokens"] / row["wall_s"]
+
+
 def ray_replicas(rows: Rows, metrics: Any) -> None:
     before, missing, after, _ = metrics["points"]
     assert [point["phase"] for point in metrics["points"]] == list(PHASES) and metrics["n_kills"] == 1

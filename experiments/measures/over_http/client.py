@@ -90,6 +90,28 @@ class Client:
             connection[1].close()
         return reply
 
+    async def events(self, request: bytes) -> AsyncIterator[Any]:
+        """Send a request and yield the JSON values of its server-sent events as they arrive, up to `[DONE]`.
+
+        Raises:
+            OSError: There is no connection, it broke, or the status is not 200.
+        """
+        (reader, writer), head = await self._begin(request)
+        try:
+            if head.status != OK or not head.is_chunked:
+                raise ConnectionError(f"status {head.status}: {(await _body(reader, head))[:300]!r}")
+            rest = b""
+            async for chunk in _chunks(reader):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    data = line.strip().removeprefix(b"data:")
+                    if data != line.strip() and data.strip() != b"[DONE]":
+                        yield json.loads(data)
+        except IncompleteReadError as error:
+            raise ConnectionResetError("the answer broke off") from error
+        finally:
+            writer.close()
+
     def close(self) -> None:
         for _, writer in self._idle:
             writer.close()

@@ -53,6 +53,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "policies": all_of(tables.policies, "policies"),
     "serve_load": any_of(by_row(show.LOADED), "serve_load", is_timed=True),
     "serve_load_engines": any_of(by_row(show.LOADED), "serve_load_engines", is_timed=True),
+    "serve_streams": any_of(by_row(show.STREAMED), "serve_streams", is_timed=True),
     "serve_soak": any_of(by_row(show.SOAKED), "serve_soak", is_timed=True),
     "ray_replicas": any_of(by_row(show.REPLICAS), "ray_replicas"),
     "hostile": costs.hostile,
