@@ -8,6 +8,7 @@ from typing import Any
 from experiments.measures import engines as ways
 from experiments.measures.decode import KINDS
 from experiments.measures.service import share_of_bound
+from experiments.measures.turns import WAYS
 from experiments.report.markdown import (
     Cell,
     bounded,
@@ -244,6 +245,17 @@ TREES: Mapping[str, Cell] = {
     "ratio": of(number, "cpu_ratio", 2),
     "same answers": lambda row: "yes" if row["same"] else "no",
     "largest difference of a logit": lambda row: f"{row['max_diff']:.0e} of {row['scale']:.0f}",
+}
+TURNS: Mapping[str, Cell] = {
+    "model": lambda row: row["run"].metrics["model"],
+    "later turns": of(count, "turns"),
+    "tokens": of(count, "n_tokens"),
+    "new": of(count, "n_new"),
+    "computed": of(count, "n_computed"),
+    **{f"first token, s: {way}" if way == "plain" else way: of(number, f"{way}_ttft_s", 3) for way in WAYS},
+    "of limit": of(percent, "of_limit"),
+    "time per token / plain": of(number, "tpot_ratio", 3),
+    "same answers": lambda row: f"{row['same']} of {row['n']}",
 }
 EVALUATED: Mapping[str, Cell] = {
     "evaluation": _asked,

@@ -146,6 +146,7 @@ TABLES: Mapping[str, Table] = {
     "decode": by_row(show.GENERATION, generations),
     "lm_eval": by_row(show.EVALUATED),
     "tree": by_row(show.TREES),
+    "turns": by_row(show.TURNS),
     "compiled": compiled,
     "serve_load": by_row(show.LOADED),
     "serve_streams": by_row(show.STREAMED),

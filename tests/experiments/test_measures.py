@@ -310,6 +310,13 @@ def tree(rows: Rows, metrics: Any) -> None:
         assert by_case[name]["cached"] == by_case[name]["ideal"]
 
 
+def turns(rows: Rows, metrics: Any) -> None:
+    assert (metrics["same"], metrics["n"]) == (3, 3) and [row["n_tokens"] for row in rows] == [20, 34, 48]
+    assert [row["n_computed"] for row in rows] == [row["n_new"] for row in rows] == [20, 11, 11]
+    later = [row["limit_ttft_s"] / row["llmcache_ttft_s"] for row in rows[1:]]
+    assert metrics["of_limit"] == pytest.approx(sum(later) / 2) and metrics["turns"] == 2
+
+
 def commands(rows: Rows, metrics: Any) -> None:
     assert metrics["summary"] == [*rows, {"command": "all", "seconds": sum(row["seconds"] for row in rows)}]
 

@@ -49,6 +49,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "parity": all_of(tables.TABLES["parity"], "prefix_parity", "prefix_parity_bfloat16", "prefix_soak"),
     "generation": all_of(tables.TABLES["decode"], "prefix_decode"),
     "prefix_tree": all_of(tables.TABLES["tree"], "prefix_tree"),
+    "prefix_turns": any_of(tables.TABLES["turns"], "prefix_turns", is_timed=True),
     "lm_eval": all_of(tables.TABLES["lm_eval"], "lm_eval"),
     "policies": all_of(tables.policies, "policies"),
     "serve_load": any_of(by_row(show.LOADED), "serve_load", is_timed=True),
