@@ -22,13 +22,12 @@ import torch
 
 from llmcache.calls.chunks import Chunks
 from llmcache.calls.context_flags import ContextFlags
-from llmcache.calls.followed import Followed
+from llmcache.calls.follower import Follower
 from llmcache.calls.prefix import Prefix
 from llmcache.calls.prepared import Prepared, PreparedCalls
 from llmcache.calls.snapshots import Snapshots
 from llmcache.calls.stored_blocks import StoredBlocks
 from llmcache.calls.stored_entries import StoredEntries, entry_name
-from llmcache.calls.turns import Turns
 from llmcache.calls.wrapped import Wrapped
 from llmcache.engines.engine import Eager, Engine
 from llmcache.memory.bank import Bank, Entry
@@ -246,13 +245,11 @@ class Rows(Path):
 
     def _share_beginnings(self, call: Call, prefix: Prefix) -> bool:
         """Compute rows of a causal model together, where they share beginnings; return False if that does not pay."""
-        call.beginnings = prefix.share(call, [*call.computed])
-        if call.beginnings is None:
+        if not prefix.share(call, [*call.computed]):
             return False
         try:
-            call.output = call.beginnings.answer(call)
+            call.output, call.beginnings = prefix.answer(call), prefix
         except Exception as error:  # if it is the model's, the plain run raises it again
-            call.beginnings = None
             self._counters.error("share beginnings", error)
         return call.beginnings is not None
 
@@ -369,14 +366,13 @@ class CachedForward(Swap, ContextFlags):
         self.pooled: ContextVar[list[Compute] | None] = ContextVar("llmcache_pooled", default=None)
         self.rows = Rows(self, wrapped, bank, tier, rungs)
         self.prefix = self.snapshots = None
-        #: What follows K/V caches while tokens are generated.
-        self.turns: Sequence[Turns | Followed] = ()
+        self.follower = Follower(wrapped.weights.stayed)
         self._serves_prefixes = wrapped.config.prefix is not None
         if blocks is not None:
             stored = None if tier is None else StoredBlocks(tier, blocks)
-            self.prefix = Prefix(wrapped, blocks, stored, self.arguments, self.eager, self.chunks, self.distinct)
-            self.snapshots = Snapshots(wrapped, bank, self.prefix, self.arguments)
-            self.turns = self.prefix.turns, self.snapshots.turns
+            of_call = self.arguments, self.eager, self.chunks, self.distinct
+            self.prefix = Prefix(wrapped, blocks, stored, *of_call, self.follower)
+            self.snapshots = Snapshots(bank, self.prefix.blocks, self.arguments, self.follower)
 
     def use(self, reuse: "Off | Approximate") -> None:
         """Reuse approximately from now on; nothing is served so before it is calibrated."""
@@ -393,10 +389,9 @@ class CachedForward(Swap, ContextFlags):
         return outcomes
 
     def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
-        """Keep what decode steps add to a K/V cache that rows of others were copied into; see `Turns.join`."""
-        if self.prefix is not None:
-            with self._counters.guard("keep a turn"):
-                self.prefix.turns.join(kv_cache, rows)
+        """Store what decode steps add to a K/V cache that rows of others were copied into; see `Follower.join`."""
+        with self._counters.guard("follow a K/V cache"):
+            self.follower.join(kv_cache, rows)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trunk's output: hits from memory, other rows computed."""
@@ -426,20 +421,19 @@ class CachedForward(Swap, ContextFlags):
             return output
 
     def _pass(self, call: Bypass) -> Any:
-        """Run a call that bypasses the cache; of a decode step, keep what it adds to the K/V of a prompt."""
-        if self.snapshots is None:
+        """Run a call that bypasses the cache; of a decode step, store what it adds to the K/V of a prompt."""
+        if self.prefix is None:
             return self.original(*call.args, **call.kwargs)
         arguments = self.arguments.bind(call.args, call.kwargs)
-        if call.reason != "decode":
-            self.snapshots.turns.drop(arguments.get(CACHE))
-            return self.original(*call.args, **call.kwargs)
-        for turns in self.turns:
-            with self._counters.guard("keep a turn"):
-                turns.check(arguments.get(CACHE), self.signatures.computes_alike)
+        with self._counters.guard("follow a K/V cache"):
+            if call.reason == "decode":
+                self.follower.check(arguments.get(CACHE), self.signatures.computes_alike)
+            else:
+                self.follower.drop(arguments.get(CACHE))
         output = self.original(*call.args, **call.kwargs)
-        for turns in self.turns:
-            with self._counters.guard("keep a turn"):
-                turns.grow(arguments, output)
+        if call.reason == "decode":
+            with self._counters.guard("follow a K/V cache"):
+                self.follower.grow(arguments, output)
         return output
 
     def pass_by(self, swap: Swap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -577,11 +571,10 @@ class CachedForward(Swap, ContextFlags):
         if self.prefix is None:
             return "prefix_off"
         copies = call.causal.copies and self._serves_prefixes
-        path = self.snapshots.open(call) if self.snapshots is not None and copies else self.prefix.open(call)
-        if isinstance(path, str):
-            return path
-        call.path = path
-        return None
+        path = self.snapshots if self.snapshots is not None and copies else self.prefix
+        if (reason := path.open(call)) is None:
+            call.path = path
+        return reason
 
     # -- look up -------------------------------------------------------------------------------------------------------
 

@@ -218,8 +218,8 @@ class Core:
                     raise ConfigError(f"prefill: not kept ({reason}): {CURES[reason]}")
                 call = forward.prepared.look_up(run)
             if isinstance(call, Call):
-                path = call.path
-                n_held += path.n_known if isinstance(path, Restoring) else prefix.n_held(call.rows[0], call.scope)
+                plan = call.plan
+                n_held += plan.n_known if isinstance(plan, Restoring) else prefix.n_held(call.rows[0], call.scope)
         return n_held
 
     def clear(self, namespace: str | None = None) -> int:
@@ -268,8 +268,7 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
-        for turns in self.forward.turns:
-            turns.discard()
+        self.forward.follower.discard()
         with self.reuse.held():
             n_requests = self.bank.clear(namespace)
             self.reuse.forget(namespace)
@@ -278,8 +277,7 @@ class Core:
 
     def drop_names(self, namespace: str, names: Sequence[str]) -> int:
         """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
-        for turns in self.forward.turns:
-            turns.discard()
+        self.forward.follower.discard()
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
@@ -293,8 +291,7 @@ class Core:
     def save(self, folder: str | Path, config: CacheConfig) -> None:
         """See `LLMCache.save`."""
         numbers = None if self.tier is None else self.tier.numbers()  # read first: a purge may follow
-        for turns in self.forward.turns:
-            turns.settle()
+        self.forward.follower.settle()
         kinds = {name: kinds.state() for name, kinds in self._kinds().items()}
         save(folder, self.wrapped, config, self._sections(), kinds, numbers)
 
@@ -339,7 +336,7 @@ class Core:
 
     def _kinds(self) -> dict[str, OutputFormats[Any]]:
         prefix = self.forward.prefix
-        return {"packings": self.forward.rows.packings} | ({} if prefix is None else {"prefix": prefix.kinds})
+        return {"packings": self.forward.rows.packings} | ({} if prefix is None else {"prefix": prefix.blocks.kinds})
 
     def drain(self) -> int:
         """Do all background work now; return how many jobs this thread did."""
@@ -353,8 +350,7 @@ class Core:
         self.forward.is_retired = True
         self.reuse.close()
         self.installed.remove()
-        for turns in self.forward.turns:
-            turns.close()
+        self.forward.follower.close()
         if self.tier is not None:
             self.tier.close()
         if self._graphs is not None:

@@ -109,11 +109,11 @@ def _outcomes(forward: CachedForward, call: Call) -> list[Outcome]:
     rest = [n for n, one in enumerate(outcomes) if not (one.rung or one.bypassed or one.missed)]
     if prefix is None or not rest:
         return outcomes
-    plan = prefix.plan_beginnings(call, rest, is_made=False)
+    prefix.share(call, rest, is_made=False)
     for number in rest:
         row, outcome = call.rows[number], outcomes[number]
-        if plan is not None:
-            found = plan.outcome(call, row)
+        if call.plan is not None:
+            found = prefix.outcome(call, row)
             is_hit = found.rung is not None
             outcomes[number] = found if is_hit else replace(outcome, n_known=found.n_known, missed=found.missed)
         elif n_held := prefix.n_held(row, call.scope):

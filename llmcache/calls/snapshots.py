@@ -10,7 +10,7 @@ Sizes: n tokens, D hidden width.
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.calls.followed import Followed
+from llmcache.calls.columns import cut_off
+from llmcache.calls.follower import Followed, Follower
 from llmcache.calls.kv_fill import last_states, make_output, names_of, with_states
-from llmcache.calls.prefix import Prefix
+from llmcache.calls.prefill import Blocks
 from llmcache.calls.stored_entries import entry_name
-from llmcache.calls.wrapped import Wrapped
 from llmcache.memory.bank import Bank, Entry
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
@@ -36,43 +36,62 @@ from llmcache.support.threads import forkable
 _MARK = b"states"  # that the layout of such an entry begins with; no digest of padding is as short
 
 
-class Snapshots:
-    """Serves and stores calls of one row without padding, by copies of K/V caches. Thread-safe."""
+@dataclass(slots=True)
+class Restoring:
+    """The plan for one prompt whose K/V cache is restored from a copy."""
 
-    def __init__(self, wrapped: Wrapped, bank: Bank, prefix: Prefix, arguments: Arguments) -> None:
-        """Keep copies in `bank`; `prefix` knows the kinds of output, and cuts arguments."""
-        self._wrapped, self._bank, self._prefix, self._arguments = wrapped, bank, prefix, arguments
-        self._kinds, self.depth, self._serves_exact = prefix.kinds, wrapped.trunk.depth, wrapped.config.serves_exact
+    kv_cache: Any  # the caller's, which the call fills
+    entry: Entry | None = None  # the copy that serves it
+
+    @property
+    def n_known(self) -> int:
+        """Tokens that the copy holds."""
+        return 0 if self.entry is None else len(self.entry.fields[1])
+
+
+class Snapshots(Path):
+    """Serves and stores calls of one row without padding, each by its `Restoring`, `call.plan`. Thread-safe.
+
+    A `Writer` of the K/V caches that are followed.
+    """
+
+    keeps_kv = True
+    joins = False
+
+    def __init__(self, bank: Bank, blocks: Blocks, arguments: Arguments, follower: Follower) -> None:
+        """Keep copies in `bank`; `blocks` know the kinds of output."""
+        self._wrapped, self._trunk, self._bank, self._arguments = blocks.wrapped, blocks.trunk, bank, arguments
+        self._kinds, self.size, self._follower = blocks.kinds, blocks.size, follower
         self._lengths: dict[Scope, dict[str, int]] = {}  # tokens of each copy, by key
-        self.turns = Followed(wrapped.weights.stayed, self._keep)
         self._lock = forkable(threading.RLock())
         bank.watch(self._left)
 
-    def open(self, call: Call) -> "Restoring | str":
-        """Return the path of a call that keeps K/V, or the reason for a bypass."""
+    def open(self, call: Call) -> str | None:
+        """Begin the plan of a call that keeps K/V; return the reason for a bypass, or None."""
         row, kv_cache = call.rows[0], call.arguments.get(CACHE)
         if call.arguments.get("token_type_ids") is not None:
             return "token_types"
         if self._kinds.get(call.kind, ()) is None:
             return "more_output"
         if kv_cache is None and call.causal.makes_dynamic_cache:
-            kv_cache = new_cache(self._wrapped.trunk)
+            kv_cache = new_cache(self._trunk)
         is_single = len(call.rows) == 1 and row.n_valid == call.requests.ids.shape[1] and row.start == 0
         is_plain = not (call.is_activated or call.is_coupled or call.state.sees_later or call.mask_4d is not None)
-        if not (is_single and is_plain and is_new(kv_cache, self._wrapped.trunk)):
+        if not (is_single and is_plain and is_new(kv_cache, self._trunk)):
             return "kv_states"
-        return row.bypass_reason or Restoring(self, kv_cache)
+        call.plan = Restoring(kv_cache)
+        return row.bypass_reason or None
 
-    def look_up(self, call: Call, path: "Restoring") -> None:
+    def look_up(self, call: Call) -> None:
         """Find the longest copy whose tokens the prompt begins with; a whole prompt if its output can be made."""
         row = call.rows[0]
-        self.turns.settle(row)
-        is_whole = self._serves_exact and self._kinds.knows(call.kind)
+        self._follower.settle(call.rows)
+        is_whole = self._wrapped.config.serves_exact and self._kinds.knows(call.kind)
         found = [self._find(call.scope, row, row.n_valid if is_whole else row.n_valid - 1)]
         if call.prefixes_from not in (None, call.scope.namespace):
             shared = replace(call.scope, namespace=call.prefixes_from)
             found.append(self._find(shared, row, row.n_valid - 1))
-        path.entry = max((one for one in found if one), key=lambda one: len(one.fields[1]), default=None)
+        call.plan.entry = max((one for one in found if one), key=lambda one: len(one.fields[1]), default=None)
 
     def _find(self, scope: Scope, row: Row, longest: int) -> Entry | None:
         """Return the longest copy of up to `longest` tokens that a row begins with."""
@@ -87,46 +106,69 @@ class Snapshots:
         is_same = entry is not None and row.ids.startswith(entry.fields[0].cpu().numpy().tobytes())
         return entry if is_same else None
 
-    def answer(self, call: Call, path: "Restoring") -> Any:
+    def served(self, call: Call) -> Collection[int]:
+        return (0,) if call.plan.n_known == call.rows[0].n_valid else ()
+
+    def drop(self, call: Call) -> None:
+        call.plan.entry = None
+
+    def answer(self, call: Call) -> Any:
         """Return the trunk's output after `look_up`, and fill the caller's K/V cache."""
-        started = perf_counter()
+        started, plan = perf_counter(), call.plan
         try:
-            return self._serve(call, path)
+            return self._serve(call, plan)
         except Exception as error:  # if it is the model's, the second run raises it again
-            if path.entry is None:
+            if plan.entry is None:
                 raise
-            path.entry, path.kv_cache.layers = None, new_cache(self._wrapped.trunk).layers
+            plan.entry, plan.kv_cache.layers = None, new_cache(self._trunk).layers
             self._wrapped.counters.error("serve a prefix", error)
-            return self._serve(call, path)
+            return self._serve(call, plan)
         finally:
             call.computing_s = perf_counter() - started
 
-    def _serve(self, call: Call, path: "Restoring") -> Any:
-        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, path.kv_cache)
-        if path.entry is None:
+    def _serve(self, call: Call, plan: Restoring) -> Any:
+        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, plan.kv_cache)
+        if plan.entry is None:
             return call.engine.run(args, kwargs, call.rows)
-        _, states, *tensors = path.entry.fields
+        _, states, *tensors = plan.entry.fields
         states = states[None].to(call.arguments["input_ids"].device, copy=True)
-        restore(path.kv_cache, json.loads(path.entry.layout.removeprefix(_MARK)), tensors)
+        restore(plan.kv_cache, json.loads(plan.entry.layout.removeprefix(_MARK)), tensors)
         if states.shape[1] == call.rows[0].n_valid:
             kind, names, _ = self._kinds[call.kind] or (tuple, (STATES, CACHE), False)
-            return make_output(kind, names, states, path.kv_cache)
-        output = call.engine.run(*self._prefix.cut(call, states.shape[1], args, kwargs), call.rows)
+            return make_output(kind, names, states, plan.kv_cache)
+        output = call.engine.run(*cut_off(self._arguments, call, states.shape[1], args, kwargs), call.rows)
         return with_states(output, torch.cat([states.to(output[0].dtype), output[0]], dim=1))
 
-    def store(self, call: Call, path: "Restoring", output: Any) -> str | None:
+    def store(self, call: Call, output: Any) -> str | None:
         """Keep a copy at the end of a prompt; return the bypass reason if its output or K/V is not understood."""
-        states, parts = last_states(output), parts_of(output)
+        plan, states, parts = call.plan, last_states(output), parts_of(output)
         if states is None:
             self._kinds.learn(call.kind, None)
             return "more_output"
-        path.kv_cache = parts.get(CACHE, parts.get(1, path.kv_cache))
-        if type(path.kv_cache).__name__ != "DynamicCache" or path.kv_cache.get_seq_length() != states.shape[1]:
+        plan.kv_cache = parts.get(CACHE, parts.get(1, plan.kv_cache))
+        if type(plan.kv_cache).__name__ != "DynamicCache" or plan.kv_cache.get_seq_length() != states.shape[1]:
             return "kv_layout"
         self._kinds.learn(call.kind, (type(output), names_of(output), False))
-        entry = self._copy(call, call.rows[0].ids, states[0], path.kv_cache.layers)
+        entry = self._copy(call, call.rows[0].ids, states[0], plan.kv_cache.layers)
         self._put(call, entry, 1e3 * call.computing_s)
         return None
+
+    def follow(self, call: Call, output: Any) -> None:
+        if (states := last_states(output)) is not None:
+            self._follower.begin(call, call.plan.kv_cache, states, self)
+
+    def write(self, followed: Followed, is_all: bool) -> int:
+        """Keep a copy at the end of an answer, if its prompt was not forgotten; see `Writer`."""
+        call = followed.call
+        if not is_all:
+            return followed.n_kept
+        entry = self._copy(call, followed.ids, torch.cat(followed.states), followed.layers)
+        if self._bank.purges.is_current(call.scope.namespace, _key_of(call.scope, followed.row.ids), call.generation):
+            self._put(call, entry)
+        return followed.n_tokens
+
+    def detach(self, followed: Followed) -> None:
+        """Copy nothing: the layers live as long as they are followed, and are needed whole."""
 
     def _copy(self, call: Call, ids: bytes, states: Tensor, layers: Sequence[Any]) -> Entry:
         """Copy a K/V cache that holds these tokens and no more, and the trunk's states (n, D), as normal tensors."""
@@ -159,80 +201,28 @@ class Snapshots:
             for lengths in self._lengths.values():
                 lengths.pop(key, None)
 
-    def keys_of(self, call: Call) -> list[str]:
-        """Return the keys of all copies that the prompt begins with, and that begin with it."""
+    def outcome(self, call: Call, row: Row) -> Outcome:
+        plan: Restoring = call.plan
+        if plan.entry is None:
+            return Outcome(row.key, missed="snapshots")
+        if self.served(call):
+            return Outcome(row.key, "exact", self._trunk.depth - 1, plan.entry.key, 1.0)
+        return Outcome(row.key, "prefix", n_prefix=plan.n_known, n_known=plan.n_known, missed="differs")
+
+    def names(self, call: Call) -> list[str]:
+        """Return the names of the prompt's entry, and of all copies that it begins with or that begin with it."""
         row = call.rows[0]
         with self._lock:
             keys = [*self._lengths.get(call.scope, ())]
         held = zip(keys, self._bank.find([replace(row, key=key) for key in keys]), strict=True)
         ids = {key: entry.fields[0].cpu().numpy().tobytes() for key, entry in held if entry is not None}
-        return [_key_of(call.scope, row.ids), *(key for key, own in ids.items() if _are_alike(own, row.ids))]
-
-    def follow(self, call: Call, path: "Restoring", output: Any) -> None:
-        """Keep what is generated after a prompt as well."""
-        if (states := last_states(output)) is not None:
-            self.turns.begin(call, path.kv_cache, states)
-
-    def _keep(
-        self, call: Call, ids: bytes, states: Tensor, layers: Sequence[Any], is_quiet: Callable[[], bool]
-    ) -> None:
-        """Keep a copy at the end of an answer, if its prompt was not forgotten and no step began meanwhile."""
-        entry, prompt = self._copy(call, ids, states, layers), _key_of(call.scope, call.rows[0].ids)
-        if is_quiet() and self._bank.purges.is_current(call.scope.namespace, prompt, call.generation):
-            self._put(call, entry)
-
-
-@dataclass(slots=True)
-class Restoring(Path):
-    """The path of one prompt whose K/V cache is restored from a copy."""
-
-    snapshots: Snapshots  # serves and stores it
-    kv_cache: Any  # the caller's, which the call fills
-    entry: Entry | None = None  # the copy that serves it
-
-    keeps_kv = True
-
-    @property
-    def n_known(self) -> int:
-        """Tokens that the copy holds."""
-        return 0 if self.entry is None else len(self.entry.fields[1])
-
-    def look_up(self, call: Call) -> None:
-        self.snapshots.look_up(call, self)
-
-    def served(self, call: Call) -> Collection[int]:
-        return (0,) if self.n_known == call.rows[0].n_valid else ()
-
-    def drop(self, call: Call) -> None:
-        self.entry = None
-
-    def answer(self, call: Call) -> Any:
-        return self.snapshots.answer(call, self)
-
-    def store(self, call: Call, output: Any) -> str | None:
-        return self.snapshots.store(call, self, output)
-
-    def follow(self, call: Call, output: Any) -> None:
-        self.snapshots.follow(call, self, output)
-
-    def outcome(self, call: Call, row: Row) -> Outcome:
-        if self.entry is None:
-            return Outcome(row.key, missed="snapshots")
-        if self.served(call):
-            return Outcome(row.key, "exact", self.snapshots.depth - 1, self.entry.key, 1.0)
-        return Outcome(row.key, "prefix", n_prefix=self.n_known, n_known=self.n_known, missed="differs")
-
-    def names(self, call: Call) -> list[str]:
-        return [entry_name(key) for key in (call.rows[0].key, *self.snapshots.keys_of(call))]
+        alike = [key for key, own in ids.items() if own.startswith(row.ids) or row.ids.startswith(own)]
+        return [entry_name(key) for key in (row.key, _key_of(call.scope, row.ids), *alike)]
 
     def n_computed(self, call: Call) -> int:
-        return count_tokens(call, (0,)) - self.n_known
+        plan: Restoring = call.plan
+        return count_tokens(call, (0,)) - plan.n_known
 
 
 def _key_of(scope: Scope, ids: bytes) -> str:
     return key_of(hashlib.sha256(scope.key + _MARK + ids).digest())
-
-
-def _are_alike(one: bytes, other: bytes) -> bool:
-    """Whether one begins with the other."""
-    return one.startswith(other) or other.startswith(one)

@@ -62,6 +62,6 @@ def rotate(keys: Tensor, offsets: Tensor, trunk: nn.Module, layout: str) -> Tens
     before, own, after = torch.tensor_split(keys, (first, first + width), dim=-1)
     one, other = (own[..., ::2], own[..., 1::2]) if is_interleaved else own.chunk(2, dim=-1)
     one, other = one.float(), other.float()
-    turned = one * cos - other * sin, other * cos + one * sin
-    whole = torch.stack(turned, dim=-1).flatten(-2) if is_interleaved else torch.cat(turned, dim=-1)
+    rotated = one * cos - other * sin, other * cos + one * sin
+    whole = torch.stack(rotated, dim=-1).flatten(-2) if is_interleaved else torch.cat(rotated, dim=-1)
     return torch.cat([before, whole.to(keys.dtype), after], dim=-1)

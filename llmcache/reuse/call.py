@@ -75,7 +75,8 @@ class Call:
     hits: dict[int, Hit] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)  # row of the trunk's output
     copied: dict[int, int] = field(default_factory=dict)  # an equal row of the call that is computed
-    beginnings: "Path | None" = None  # of the computed rows of a causal model, if they share some
+    beginnings: "Path | None" = None  # what computed its rows, if they share beginnings
+    plan: Any = None  # of a path that keeps K/V, or of `beginnings`
     output: Any = None  # the trunk's, for the computed rows
     entries: dict[int, Entry] = field(default_factory=dict)  # of computed rows
     choices: dict[int, Choice] = field(default_factory=dict)  # best source, or draft, and its risk
@@ -91,9 +92,7 @@ class Call:
 
     def without_arguments(self) -> "Call":
         """Return it without what keeps the caller's tensors and K/V cache alive; it cannot be answered any more."""
-        light = replace(self, args=(), kwargs={}, arguments={}, mask_4d=None, beginnings=None, output=None)
-        light.path = None  # type: ignore[assignment]
-        return light
+        return replace(self, args=(), kwargs={}, arguments={}, mask_4d=None, plan=None, output=None)
 
     def reads_padding(self, row: Row) -> bool:
         """Whether the states of a row's padding may be read, so that they must be the model's."""
@@ -119,7 +118,10 @@ class Bypass:
 
 
 class Path(ABC):
-    """How the rows of a call are looked up, computed and stored: by rows, or by blocks of K/V. Chosen at `open`."""
+    """How the rows of a call are looked up, computed and stored: by rows, or by their K/V. Chosen at `open`.
+
+    One path serves all calls: what it finds for one is kept in its `Call`.
+    """
 
     keeps_kv: ClassVar[bool]
 

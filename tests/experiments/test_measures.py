@@ -416,7 +416,7 @@ def test_wrong_tokens_are_seen(models: Folders, monkeypatch: pytest.MonkeyPatch)
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr("llmcache.calls.prefix.fill", lie)
+    monkeypatch.setattr("llmcache.calls.columns.fill", lie)
     done = measured({"measure": "prefix", **SETTINGS["prefix"]}, models)
     figures = done.metrics["methods"]["llmcache"]
     assert figures["n_same"] == sum(row["is_same"] for row in done.rows[16:]) < 16 and not figures["is_same"]

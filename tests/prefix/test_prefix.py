@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from llmcache.calls.prefix import Prefix
+from llmcache.calls.columns import ColumnRunner
 from tests.contract.judge import check_same
 from tests.prefix.prompts import (
     CACHES,
@@ -150,7 +150,7 @@ def test_what_the_model_refuses_is_refused_as_without_a_cache(gpt2: Any, what: s
         ((tf.Cache, "update", 2), ASKED),
         ((tf.Cache, "update", 3), STEM),
         ((LlamaMLP, "__call__", 2), ASKED),  # not `forward`, which is watched
-        ((Prefix, "_fill", 1), ASKED),
+        ((ColumnRunner, "_fill", 1), ASKED),
     ],
     ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
 )

@@ -260,8 +260,7 @@ def test_nothing_is_kept_while_a_step_is_under_way(gated: Any) -> None:
     with LLMCache.wrap(gated) as cache:
         ask(gated, input_ids=first, past_key_values=kv_cache)
         ask(gated, input_ids=second[:, 20:24], past_key_values=kv_cache)
-        turns = cache._installed_core.forward.snapshots.turns
-        turns.check(kv_cache, lambda *_: True)  # a step of another thread begins
+        cache._installed_core.forward.follower.check(kv_cache, lambda *_: True)  # a step of another thread begins
         ask(gated, input_ids=second)
         assert served(cache) == ("prefix", 20)
 

@@ -152,6 +152,42 @@ def test_positions_that_the_caller_advances_in_place_are_followed(llama: Any) ->
     assert cache.last[0].n_prefix == 15
 
 
+def test_states_that_the_caller_edits_in_place_are_kept_as_they_were(llama: Any) -> None:
+    cache, kv_cache = wrapped(llama), DynamicCache()
+    run(llama.model, PROMPT, past_key_values=kv_cache)
+    for step in ANSWER.split(1, dim=1):
+        with torch.inference_mode():
+            llama.model(step, past_key_values=kv_cache)[0].zero_()
+    whole = torch.cat([PROMPT, ANSWER], dim=1)
+    with cache.disabled():
+        expected = run(llama.model, whole)[0]
+    close(run(llama.model, whole)[0], expected)
+    assert cache.last[0].n_prefix == 15
+
+
+def test_tokens_that_are_run_together_are_kept(llama: Any) -> None:
+    cache, kv_cache = wrapped(llama), DynamicCache()
+    cache(PROMPT, past_key_values=kv_cache)
+    added = torch.cat([ANSWER, tokens(2, 9, seed=6)], dim=1)
+    steps(cache, kv_cache, added)
+    whole = torch.cat([PROMPT, added], dim=1)
+    expected = plainly(cache, whole).logits
+    close(cache(whole).logits, expected)
+    assert cache.last[0].n_prefix == 24 and cache.stats().errors == 0
+
+
+def test_the_last_tokens_of_an_answer_under_way_are_stored_if_a_prompt_continues_it(llama: Any) -> None:
+    cache, kv_cache = wrapped(llama), DynamicCache()
+    cache(PROMPT[:1], past_key_values=kv_cache)
+    for number, step in enumerate(ANSWER[:1, :5].split(1, dim=1), start=1):
+        steps(cache, kv_cache, step)
+        cache(tokens(1, BLOCK, seed=20 + number))
+        cache(PROMPT[:1])
+        assert cache.stats().n_blocks == (6 + number) // BLOCK + number
+    cache(torch.cat([PROMPT[:1], ANSWER[:1]], dim=1))
+    assert cache.last[0].n_prefix == 11
+
+
 def test_streams_that_decode_together_keep_their_turns(llama: Any) -> None:
     prompts, settings = [tokens(1, n, seed=n) for n in (5, 9, 6)], Sampling(max_new_tokens=10, stop_ids=())
     with wrapped(llama) as cache:
