@@ -342,13 +342,7 @@ class CachedForward(Swap, ContextFlags):
         self._is_pooled = wrapped.head.pooled is not None and not wrapped.keeps_tokens
         self._reader = RequestReader(trunk, wrapped.head, wrapped.payload, wrapped.tokenizer)
         self.signatures = CallSignatures(
-            trunk,
-            self.arguments,
-            wrapped.coupling,
-            wrapped.causality,
-            self._reader,
-            wrapped.head,
-            wrapped.keeps_tokens,
+            trunk, self.arguments, wrapped.coupling, wrapped.causality, self._reader, wrapped.head, wrapped.keeps_tokens
         )
         self.eager = Eager(self, engine)
         self.engine: Engine = self.eager

@@ -17,17 +17,7 @@ import torch
 from transformers import DynamicCache
 
 from llmcache.calls.chunks import Chunks
-from llmcache.calls.kv_fill import (
-    Pieces,
-    empty,
-    fill,
-    join,
-    make_output,
-    names_of,
-    put,
-    with_cache,
-    with_states,
-)
+from llmcache.calls.kv_fill import Pieces, empty, fill, join, make_output, names_of, put, with_cache, with_states
 from llmcache.calls.prefill import Blocks, Prefill, between
 from llmcache.calls.tree import Columns, Pool
 from llmcache.engines.engine import Eager
@@ -111,7 +101,7 @@ class ColumnRunner:
         pool, output, branches = Pool((len(place), ids.shape[1])), None, {}
         offsets = np.zeros(pool.index.shape, np.int64)  # positions by which keys are rotated
         if plan.tree is not None:
-            run, branches = partial(self._run_step, call, plan), plan.tree.branches
+            run, branches = partial(self._run_with, call, plan), plan.tree.branches
             output = plan.tree.compute(run, self._trunk, self._causal.packs, ids.device, plan.hands_out)
         for number in (*branches, *plan.whole):
             row, (_, blocks) = call.rows[number], plan.whole.get(number, ("", ()))
@@ -149,10 +139,10 @@ class ColumnRunner:
             of, names = type(output), names_of(output)
         return make_output(of, (STATES,) if plan.kv_cache is None else names, states, plan.kv_cache)
 
-    def _run_step(self, call: Call, plan: Prefill, **changes: Any) -> Any:
-        """Run the trunk with a call's arguments, some of them replaced."""
+    def _run_with(self, call: Call, plan: Prefill, **changes: Any) -> Any:
+        """Run the trunk with a call's arguments, some of them replaced, and without those that follow from columns."""
         args, kwargs = call.args, call.kwargs
-        for name, value in {**changes, "use_cache": True, "cache_position": None, "token_type_ids": None}.items():
+        for name, value in {"cache_position": None, "token_type_ids": None, **changes, "use_cache": True}.items():
             if name in kwargs or (
                 name in self._arguments.names and value is not self._arguments.get(args, kwargs, name)
             ):
@@ -162,17 +152,11 @@ class ColumnRunner:
     def _run_rows(self, call: Call, plan: Prefill, rows: Sequence[int]) -> tuple[Any, Any]:
         """Run the trunk on some rows; return its output and the K/V cache that it filled."""
         index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), DynamicCache()
-        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, kv_cache)
-        if not plan.hands_out:
-            args, kwargs = self._arguments.replace(args, kwargs, "use_cache", True)
-        for name in DECIDING:  # a 4-D mask fits the caller's K/V cache; the 2-D mask used here is equivalent
-            value = call.arguments.get(name)
-            if value is not None:
-                value = value.index_select(0, index) if len(value) == len(call.arguments["input_ids"]) else value
-                args, kwargs = self._arguments.replace(args, kwargs, name, value)
-            elif name == "attention_mask":
-                args, kwargs = self._arguments.replace(args, kwargs, name, None)
-        return self._run(call, plan, args, kwargs), kv_cache
+        changes: dict[str, Any] = {"attention_mask": None}  # a 4-D one fits the caller's K/V cache, the 2-D one any
+        for name in DECIDING:
+            if (value := call.arguments.get(name)) is not None:
+                changes[name] = value.index_select(0, index) if len(value) == len(call.rows) else value
+        return self._run_with(call, plan, **changes, **{CACHE: kv_cache}), kv_cache
 
 
 def cut_off(

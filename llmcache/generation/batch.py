@@ -6,7 +6,8 @@ after a row's newest token. So a stream joins and leaves between two steps witho
 Sizes: B rows, H K/V heads, S columns in use, C columns allocated, D_h width of a head.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -64,7 +65,7 @@ class Batch:
             if stream not in held and self._is_joint and _is_plain(stream):
                 self._join(stream)
             elif stream not in held:
-                taken[stream] = _advance(stream)
+                taken[stream] = _result(stream.__next__)
         for group in self._groups:
             taken |= group.step(self._model)
         self._groups = [group for group in self._groups if group.streams]
@@ -125,7 +126,9 @@ class _Group:
         except Exception as error:
             self.drop(streams)
             return dict.fromkeys(streams, error)
-        taken = {stream: self._take(number, logits[number]) for number, stream in enumerate(streams)}
+        nbytes = [self._token_nbytes * length for length in self._lengths]
+        steps = zip(streams, logits, nbytes, strict=True)
+        taken = {stream: _result(partial(stream.take, *of_row)) for stream, *of_row in steps}
         self.drop(stream for stream in streams if stream.stopped_by or isinstance(taken[stream], Exception))
         return taken
 
@@ -154,12 +157,6 @@ class _Group:
         self._kv_cache = kv_cache
         self._sources = [(kv_cache, row) for row in range(len(self._lengths))]
         self._is_laid = True
-
-    def _take(self, number: int, logits: Tensor) -> Token | Exception:
-        try:
-            return self.streams[number].take(logits, self._token_nbytes * self._lengths[number])
-        except Exception as error:
-            return error
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -225,8 +222,8 @@ def _is_plain(stream: Stream) -> bool:
     return stream.n_held > 0 and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def _advance(stream: Stream) -> Token | Exception:
+def _result(step: Callable[[], Token]) -> Token | Exception:
     try:
-        return next(stream)
+        return step()
     except Exception as error:
         return error

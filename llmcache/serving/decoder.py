@@ -23,13 +23,13 @@ from llmcache.errors import ConfigError, RequestError
 from llmcache.generation import PromptCache, Sampling, Stream, stream
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
+from llmcache.serving.fair_queue import Slots
 from llmcache.serving.flights import Arrived, Flight, Generating, Ids, Key
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, overloaded, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.steps import Steps
-from llmcache.serving.turns import Slots
 
 logger = logging.getLogger("llmcache.serving")
 

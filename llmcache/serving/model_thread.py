@@ -1,7 +1,7 @@
 """The single thread that runs the model, one step after another.
 
 A step is an encoder's batch, or one token of each generation. Steps run first come first served. Long work that cannot
-be split into steps runs in other threads, one of which holds the model for a turn between two steps.
+be split into steps runs in other threads, one of which holds the model between two steps.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from llmcache.serving.turns import Turns
+from llmcache.serving.fair_queue import FairQueue
 
 _T = TypeVar("_T")
 
@@ -22,8 +22,8 @@ class ModelThread:
 
     def __init__(self) -> None:
         self._steps = ThreadPoolExecutor(1, "llmcache-model")
-        self._waiting = Turns[Turn]()
-        self._has_turn = False  # a turn is queued or taken
+        self._waiting = FairQueue[Hold]()
+        self._is_asked = False  # a hold is queued or given
         self._lock = threading.Lock()
 
     async def run(self, step: Callable[[], _T]) -> _T:
@@ -35,71 +35,71 @@ class ModelThread:
         return self._steps.submit(step)
 
     @contextmanager
-    def held(self, tenant: str) -> Iterator["Turn"]:
-        """Let the calling thread run the model in this context, when it is its tenant's turn."""
-        turn = Turn(partial(self._queue_turn, tenant))
-        turn.begin()
+    def held(self, tenant: str) -> Iterator["Hold"]:
+        """Let the calling thread run the model in this context, when its tenant is due."""
+        hold = Hold(partial(self._ask, tenant))
+        hold.begin()
         try:
-            yield turn
+            yield hold
         finally:
-            turn.end()
+            hold.end()
 
-    def _queue_turn(self, tenant: str, turn: "Turn") -> None:
+    def _ask(self, tenant: str, hold: "Hold") -> None:
         with self._lock:
-            if not self._has_turn:
-                self.submit(self._give_turns)
-                self._has_turn = True
-            self._waiting.put(tenant, turn)
+            if not self._is_asked:
+                self.submit(self._give)
+                self._is_asked = True
+            self._waiting.put(tenant, hold)
 
-    def _give_turns(self) -> None:
-        """Let waiting threads run the model, one turn in all; queue the next behind the steps that came meanwhile."""
+    def _give(self) -> None:
+        """Let waiting threads run the model, for a chunk in all; queue the next behind steps that came meanwhile."""
         used = 0.0
         while used < 1:
             with self._lock:
                 if not self._waiting:
-                    self._has_turn = False
+                    self._is_asked = False
                     return
-                turn = self._waiting.pop()
-            used += turn.give()
+                hold = self._waiting.pop()
+            used += hold.give()
         try:
-            self.submit(self._give_turns)
+            self.submit(self._give)
         except RuntimeError:  # the thread is closing: no steps come
-            self._give_turns()
+            self._give()
 
     def close(self) -> None:
         """Run the queued steps and end the thread. Idempotent."""
         self._steps.shutdown()
 
 
-class Turn:
-    """A thread's turns to run the model.
+class Hold:
+    """A thread's hold on the model, which it takes and gives back.
 
     Attributes:
-        share: Part of the last turn that was used, 0 to 1. No step runs between turns until they add up to one.
+        share: Part of the chunk that it ran last, 0 to 1. No step runs between holds until they add up to one.
     """
 
-    def __init__(self, queue: Callable[["Turn"], None]) -> None:
-        """Wait for nothing yet; `queue` queues for a turn."""
+    def __init__(self, queue: Callable[["Hold"], None]) -> None:
+        """Wait for nothing yet; `queue` queues for the model."""
         self._queue = queue
         self._begun, self._over = threading.Semaphore(0), threading.Semaphore(0)
         self.share = 1.0
 
     def begin(self) -> None:
-        """Wait for a turn."""
+        """Wait for the model."""
         self._queue(self)
         self._begun.acquire()
 
     def end(self) -> None:
-        """End the turn."""
+        """Give the model back."""
         self._over.release()
 
     def give_way(self) -> None:
-        """Let queued steps run, and other threads that wait for a turn."""
+        """Let queued steps run, and other threads that wait."""
         self.end()
         self.begin()
 
     def give(self) -> float:
-        """Let the turn begin, wait for its end, and return its share."""
+        """Let the thread run the model, wait until it gives it back, and return its share."""
         self._begun.release()
         self._over.acquire()
         return self.share

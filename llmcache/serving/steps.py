@@ -38,7 +38,7 @@ class Steps:
         self._chunk, self._has_keys = settings.prefill_chunk, settings.keys is not None
         self._block = cache.config.prefix.block if cache.config.prefix else None
         self._threads = ThreadPoolExecutor(settings.max_streams, "llmcache-prefill")
-        self._prefilling: list[_Prefilling] = []  # in the order of their turns
+        self._prefilling: list[_Prefilling] = []  # in the order in which they came
         self._decoding: dict[Flight, asyncio.Future[None]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._batch: Batch | None = None  # used by the model thread alone
@@ -90,7 +90,7 @@ class Steps:
             prefilling.end()
 
     def _run_prompt(self, prefilling: "_Prefilling", answer: Stream) -> Token:
-        """Return the first token. Runs in a prefill thread, which takes turns with the model thread."""
+        """Return the first token. Runs in a prefill thread, between steps of the model thread."""
         flight, n_known = prefilling.flight, 0
 
         def check() -> None:
@@ -98,20 +98,20 @@ class Steps:
                 raise RuntimeError("the generation was cancelled during prefill")
 
         def give_way() -> None:
-            turn.give_way()
+            hold.give_way()
             check()
 
         if self._block is not None:
             with self._where(flight.namespace, flight.is_stored):
                 n_known = self._look_up(flight)
             prefilling.loop.call_soon_threadsafe(prefilling.look_up, n_known)
-        with self._thread.held(flight.namespace) as turn:
+        with self._thread.held(flight.namespace) as hold:
             check()
             in_chunks = self._cache.chunked(self._chunk, give_way) if self._chunk else nullcontext()
             with self._where(flight.namespace, flight.is_stored), in_chunks:  # it may be forgotten while it waits
                 token = next(answer)
             if self._chunk:
-                turn.share = min(1.0, (len(flight.prompt) - n_known) / self._chunk)
+                hold.share = min(1.0, (len(flight.prompt) - n_known) / self._chunk)
         return token
 
     def _look_up(self, flight: Flight) -> int:

@@ -1,4 +1,4 @@
-"""Turns of tenants, for slots and on the model thread; and how generations share both."""
+"""Tenants are served in turn, for slots and on the model thread; and how generations share both."""
 
 import asyncio
 import threading
@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
+from llmcache.serving.fair_queue import FairQueue, Slots
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.turns import Slots, Turns
 from tests.fixtures import Pool
 from tests.redis_server import wait_until
 
 
 def test_tenants_are_served_in_turn() -> None:
-    turns = Turns[int]()
+    queue = FairQueue[int]()
     for tenant, item in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("b", 5), ("c", 6)):
-        turns.put(tenant, item)
-    assert [turns.pop() for _ in range(4)] == [1, 4, 6, 2]
-    turns.put("c", 7)
-    assert [turns.pop() for _ in range(3)] == [5, 3, 7] and not turns
+        queue.put(tenant, item)
+    assert [queue.pop() for _ in range(4)] == [1, 4, 6, 2]
+    queue.put("c", 7)
+    assert [queue.pop() for _ in range(3)] == [5, 3, 7] and not queue
 
 
 def test_a_slot_of_a_waiter_that_has_gone_is_given_to_the_next() -> None:
@@ -55,15 +55,15 @@ def thread() -> Any:
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, "a1 . b1 . a2 . b2 ."), (0.5, "a1 b1 . . a2 b2 . .")])
-def test_a_step_runs_between_turns_that_add_up_to_one(
+def test_a_step_runs_between_holds_that_add_up_to_one(
     share: float, expected: str, thread: ModelThread, pool: Pool
 ) -> None:
     ran, release = list[str](), threading.Event()
 
     def hold(tenant: str, name: str) -> None:
-        with thread.held(tenant) as turn:
+        with thread.held(tenant) as hold:
             ran.append(name)
-            turn.share = share
+            hold.share = share
             thread.submit(lambda: ran.append("."))
 
     thread.submit(release.wait)
@@ -78,7 +78,7 @@ def test_a_step_runs_between_turns_that_add_up_to_one(
     assert " ".join(ran) == expected
 
 
-def test_threads_that_wait_for_a_turn_get_it_when_the_thread_is_closed(thread: ModelThread, pool: Pool) -> None:
+def test_threads_that_wait_for_the_model_get_it_when_the_thread_is_closed(thread: ModelThread, pool: Pool) -> None:
     release = threading.Event()
 
     def hold() -> None:

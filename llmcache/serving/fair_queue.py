@@ -1,4 +1,4 @@
-"""Turns of tenants: who waits is served one tenant after another, each tenant's own first come first served."""
+"""A fair queue of tenants: who waits is served one tenant after another, each tenant's own first come first served."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 
-class Turns(Generic[_T]):
+class FairQueue(Generic[_T]):
     """Waiting items of several tenants. One thread at a time."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Turns(Generic[_T]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def pop(self) -> _T:
-        """Remove and return the first item of the tenant whose last turn is longest ago. At least one must wait."""
+        """Remove and return the first item of the tenant that was served longest ago. At least one must wait."""
         tenant = next(iter(self._waiting))
         items = self._waiting.pop(tenant)
         item = items.popleft()
@@ -36,7 +36,7 @@ class Slots:
 
     def __init__(self, n_slots: int) -> None:
         self._n_free = n_slots
-        self._waiting = Turns[asyncio.Future[None]]()
+        self._waiting = FairQueue[asyncio.Future[None]]()
 
     def are_taken(self) -> bool:
         """Whether no slot is free."""
