@@ -134,11 +134,11 @@ class Tree:
 
     def served_tokens(self) -> dict[int, int]:
         """Return how many tokens of each row need not be computed, or are computed for an earlier row."""
-        seen, served = set[int](), {}
+        seen, served = set[Segment](), {}
         for number, branch in sorted(self.branches.items()):
-            own = [one for one in branch.path if one.parts is None and id(one) not in seen]
+            own = [one for one in branch.path if one.parts is None and one not in seen]
             served[number] = len(branch.ids) - sum(len(one.ids) for one in own)
-            seen.update(map(id, own))
+            seen.update(own)
         return served
 
     def steps(self, most: int, packs: bool) -> Iterator[list[Segment]]:
@@ -192,22 +192,22 @@ def _grow(branches: Sequence[Branch]) -> list[Segment]:
 
 def _split(segments: Sequence[Segment], branches: Iterable[Branch]) -> list[Segment]:
     """Give segments the columns that rows know; split those that are known, or wanted, in part."""
-    known: dict[int, tuple[int, Branch]] = {}
-    wanted: dict[int, int] = {}
+    known: dict[Segment, tuple[int, Branch]] = {}
+    wanted: dict[Segment, int] = {}
     for branch in branches:
         for segment in branch.path[-1].path():
-            if branch.n_known > known.get(id(segment), (segment.begin,))[0]:
-                known[id(segment)] = min(branch.n_known, segment.end), branch
-            wanted[id(segment)] = max(wanted.get(id(segment), 0), min(branch.n_wanted, segment.end))
+            if branch.n_known > known.get(segment, (segment.begin,))[0]:
+                known[segment] = min(branch.n_known, segment.end), branch
+            wanted[segment] = max(wanted.get(segment, 0), min(branch.n_wanted, segment.end))
     split = []
     for segment in segments:
-        end, source = known.get(id(segment), (segment.begin, None))
+        end, source = known.get(segment, (segment.begin, None))
         if source is not None and source.known is not None:
             upper = segment if end == segment.end else segment.split(end)
             upper.parts = source.known(upper.begin, end)
             split.append(upper)
         if segment.parts is None:
-            if segment.begin < (end := wanted[id(segment)]):
+            if segment.begin < (end := wanted[segment]):
                 upper = segment if end == segment.end else segment.split(end)
                 upper.is_inner = True
                 split += [upper] if upper is not segment else []
@@ -217,19 +217,22 @@ def _split(segments: Sequence[Segment], branches: Iterable[Branch]) -> list[Segm
 
 def _run(step: Sequence[Segment], run: Callable[..., Any], trunk: Trunk, device: torch.device, keeps_kv: bool) -> Any:
     """Compute segments in one forward; return the trunk's output."""
-    paths = {id(segment): segment.path() for segment in step}
-    past = list({id(one): one for path in paths.values() for one in path if one.parts is not None}.values())
+    paths = {segment: segment.path() for segment in step}
+    past = [*dict.fromkeys(one for path in paths.values() for one in path if one.parts is not None)]
     shown = (*past, *step)
-    firsts = dict(zip(map(id, shown), accumulate((len(one.ids) for one in shown), initial=0), strict=False))
+    firsts = dict(zip(shown, accumulate((len(one.ids) for one in shown), initial=0), strict=False))
     n_past, kv_cache = sum(len(one.ids) for one in past), DynamicCache()
-    if past:
-        for layer in range(trunk.depth):
-            keys, values = ([part.to(device) for part in _laid(past, name, layer)] for name in ("keys", "values"))
-            fill(kv_cache, layer, keys, values)
+    parts = [part for one in past for part in one.parts or ()]
+    for layer in range(trunk.depth if past else 0):
+        keys, values = (
+            [getattr(columns, name)[layer][None, :, first : first + n].to(device) for columns, first, n in parts]
+            for name in ("keys", "values")
+        )
+        fill(kv_cache, layer, keys, values)
     ids = torch.from_numpy(np.concatenate([one.ids for one in step]))[None].to(device)
     places = [np.arange(one.origin + one.begin, one.origin + one.end) for one in step]
     positions = torch.from_numpy(np.concatenate(places))[None].to(device)
-    if _is_chain(shown):
+    if all(one.parent is before for one, before in zip(shown, (None, *shown), strict=False)):  # one text
         output = run(input_ids=ids, attention_mask=None, position_ids=positions, past_key_values=kv_cache)
     else:
         sees = _sees(step, paths, firsts, n_past).to(device)
@@ -241,26 +244,21 @@ def _run(step: Sequence[Segment], run: Callable[..., Any], trunk: Trunk, device:
     keys, values = ([_after(getattr(one, name)[0], n_past) for one in kept] for name in ("keys", "values"))
     columns = Columns(keys, values, states[0])
     for segment in step:
-        segment.parts = [(columns, firsts[id(segment)] - n_past, len(segment.ids))]
+        segment.parts = [(columns, firsts[segment] - n_past, len(segment.ids))]
     return output
 
 
-def _is_chain(segments: Sequence[Segment]) -> bool:
-    """Whether each segment follows the one before it, from the first token on."""
-    return all(one.parent is before for one, before in zip(segments, (None, *segments), strict=False))
-
-
 def _sees(
-    step: Sequence[Segment], paths: Mapping[int, Sequence[Segment]], firsts: Mapping[int, int], n_past: int
+    step: Sequence[Segment], paths: Mapping[Segment, Sequence[Segment]], firsts: Mapping[Segment, int], n_past: int
 ) -> Tensor:
     """Return which columns each token of a step attends to, bool (N, P + N)."""
     n_new = sum(len(one.ids) for one in step)
     sees = torch.zeros(n_new, n_past + n_new, dtype=torch.bool)
     for segment in step:
-        first, n = firsts[id(segment)], len(segment.ids)
+        first, n = firsts[segment], len(segment.ids)
         rows = sees[first - n_past : first - n_past + n]
-        for one in paths[id(segment)][:-1]:
-            rows[:, firsts[id(one)] : firsts[id(one)] + len(one.ids)] = True
+        for one in paths[segment][:-1]:
+            rows[:, firsts[one] : firsts[one] + len(one.ids)] = True
         rows[:, first : first + n] = torch.ones(n, n, dtype=torch.bool).tril()
     return sees
 
@@ -276,12 +274,6 @@ def stack(parts: Sequence[Part], name: str, depth: int) -> Tensor:
         [getattr(columns, name)[layer][:, first : first + n] for columns, first, n in parts] for layer in range(depth)
     )
     return torch.stack([torch.cat(pieces, dim=1) for pieces in layers])
-
-
-def _laid(segments: Iterable[Segment], name: str, layer: int) -> Iterator[Tensor]:
-    """Yield keys or values of segments in one layer, as views (1, H, n, D_h)."""
-    for columns, first, n in chain.from_iterable(segment.parts or () for segment in segments):
-        yield getattr(columns, name)[layer][None, :, first : first + n]
 
 
 class Pool:
