@@ -34,7 +34,7 @@ from llmcache.memory.bank import Bank, Entry
 from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import CACHE
-from llmcache.models.arguments import DECIDING, count_rows
+from llmcache.models.arguments import count_rows, take_rows
 from llmcache.models.hooks import Distinct, Swap, are_hooked
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
@@ -233,12 +233,9 @@ class Rows(Path):
         args, kwargs, arguments = call.args, call.kwargs, self._forward.arguments
         if len(numbers) < len(call.rows):
             index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
-            for name in DECIDING:
-                value = call.arguments.get(name)
-                if value is not None and len(value) == len(call.rows):
-                    args, kwargs = arguments.replace(args, kwargs, name, value.index_select(0, index))
+            args, kwargs = arguments.replace(args, kwargs, take_rows(call.arguments, index))
         if self._forward.signatures.keeps_no_kv:
-            args, kwargs = arguments.replace(args, kwargs, "use_cache", False)
+            args, kwargs = arguments.replace(args, kwargs, {"use_cache": False})
         call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
         call.computing_s = perf_counter() - started
         return call.output

@@ -46,12 +46,9 @@ class Chunks:
                     except BaseException as error:
                         self.error = error
                         raise
-                some, named = args, kwargs
-                for name in BY_COLUMN:
-                    if (value := arguments.get(args, kwargs, name)) is not None:
-                        columns = value[..., begin : begin + self.n_tokens]
-                        some, named = arguments.replace(some, named, name, columns)
-                output = eager.run(some, named, ())
+                passed = {name: value for name in BY_COLUMN if (value := arguments.get(args, kwargs, name)) is not None}
+                columns = {name: value[..., begin : begin + self.n_tokens] for name, value in passed.items()}
+                output = eager.run(*arguments.replace(args, kwargs, columns), ())
                 states.append(last_states(output))
         except BaseException:
             empty(arguments.get(args, kwargs, CACHE))

@@ -23,7 +23,7 @@ from llmcache.calls.tree import Columns, Pool
 from llmcache.engines.engine import Eager
 from llmcache.memory.blocks.block import NAMES, Slab, first_tokens, runs
 from llmcache.models.adapters import CACHE
-from llmcache.models.arguments import BY_COLUMN, DECIDING, Arguments
+from llmcache.models.arguments import BY_COLUMN, Arguments, take_rows
 from llmcache.models.hooks import Distinct
 from llmcache.models.masks import cut
 from llmcache.models.packing import STATES, padding_of
@@ -55,7 +55,7 @@ class ColumnRunner:
         """Return the trunk's output, and fill the caller's K/V cache. On an error that is emptied."""
         args, kwargs = call.args, call.kwargs
         if plan.kv_cache is not None:
-            args, kwargs = self._arguments.replace(args, kwargs, CACHE, plan.kv_cache)
+            args, kwargs = self._arguments.replace(args, kwargs, {CACHE: plan.kv_cache})
         try:
             if plan.whole or plan.tree is not None:
                 return self._lay(call, plan)
@@ -141,34 +141,30 @@ class ColumnRunner:
 
     def _run_with(self, call: Call, plan: Prefill, **changes: Any) -> Any:
         """Run the trunk with a call's arguments, some of them replaced, and without those that follow from columns."""
-        args, kwargs = call.args, call.kwargs
-        for name, value in {"cache_position": None, "token_type_ids": None, **changes, "use_cache": True}.items():
-            if name in kwargs or (
-                name in self._arguments.names and value is not self._arguments.get(args, kwargs, name)
-            ):
-                args, kwargs = self._arguments.replace(args, kwargs, name, value)
-        return self._run(call, plan, args, kwargs)
+        passed, names = self._arguments.bind(call.args, call.kwargs), self._arguments.names
+        changes = {"cache_position": None, "token_type_ids": None, **changes, "use_cache": True}
+        taken = {name: one for name, one in changes.items() if name in passed or (name in names and one is not None)}
+        return self._run(call, plan, *self._arguments.replace(call.args, call.kwargs, taken))
 
     def _run_rows(self, call: Call, plan: Prefill, rows: Sequence[int]) -> tuple[Any, Any]:
         """Run the trunk on some rows; return its output and the K/V cache that it filled."""
         index, kv_cache = torch.tensor(rows, device=call.arguments["input_ids"].device), DynamicCache()
-        changes: dict[str, Any] = {"attention_mask": None}  # a 4-D one fits the caller's K/V cache, the 2-D one any
-        for name in DECIDING:
-            if (value := call.arguments.get(name)) is not None:
-                changes[name] = value.index_select(0, index) if len(value) == len(call.rows) else value
-        return self._run_with(call, plan, **changes, **{CACHE: kv_cache}), kv_cache
+        # A 4-D mask fits the caller's K/V cache; the 2-D mask used here is equivalent.
+        changes = {"attention_mask": None, **take_rows(call.arguments, index), CACHE: kv_cache}
+        return self._run_with(call, plan, **changes), kv_cache
 
 
 def cut_off(
     arguments: Arguments, call: Call, n_cut: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the trunk's arguments without the first `n_cut` columns, which are known."""
+    passed, changes = arguments.bind(args, kwargs), dict[str, Any]()
     for name in BY_COLUMN:
-        if (value := arguments.get(args, kwargs, name)) is not None:
-            args, kwargs = arguments.replace(args, kwargs, name, value[..., n_cut:])
-    mask = arguments.get(args, kwargs, "attention_mask")
+        if passed.get(name) is not None:
+            changes[name] = passed[name][..., n_cut:]
+    mask = passed.get("attention_mask")
     if call.mask_4d is not None:  # has one row per token that is run; a 2-D mask covers all tokens
-        args, kwargs = arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
+        changes["attention_mask"] = cut(mask, n_cut)
     elif isinstance(mask, dict):  # {kind: None}, all tokens valid; with a later start the trunk must make a mask
-        args, kwargs = arguments.replace(args, kwargs, "attention_mask", None)
-    return args, kwargs
+        changes["attention_mask"] = None
+    return arguments.replace(args, kwargs, changes)

@@ -127,7 +127,7 @@ class Snapshots(Path):
             call.computing_s = perf_counter() - started
 
     def _serve(self, call: Call, plan: Restoring) -> Any:
-        args, kwargs = self._arguments.replace(call.args, call.kwargs, CACHE, plan.kv_cache)
+        args, kwargs = self._arguments.replace(call.args, call.kwargs, {CACHE: plan.kv_cache})
         if plan.entry is None:
             return call.engine.run(args, kwargs, call.rows)
         _, states, *tensors = plan.entry.fields

@@ -30,6 +30,13 @@ def names_of(forward: Callable[..., Any]) -> set[str] | None:
     return None if takes_all else {parameter.name for parameter in parameters}
 
 
+def take_rows(arguments: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+    """Return a trunk's `DECIDING` arguments that were passed, for some rows of a call: `index` is int64 (R,)."""
+    n_rows = len(arguments["input_ids"])
+    passed = {name: value for name in DECIDING if (value := arguments.get(name)) is not None}
+    return {name: one.index_select(0, index) if len(one) == n_rows else one for name, one in passed.items()}
+
+
 def takes_dict(model: nn.Module) -> bool:
     """Whether a model takes its inputs as one dict, as sentence-transformers' do."""
     return isinstance(model, nn.Sequential)
@@ -64,13 +71,17 @@ class Arguments:
         return args[position] if position < len(args) else None
 
     def replace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with one replaced; the caller's are not modified."""
-        position = self._position.get(name, len(args))
-        if name not in kwargs and position < len(args):
-            return (*args[:position], value, *args[position + 1 :]), kwargs
-        return args, {**kwargs, name: value}
+        """Return the arguments with some replaced, or added by name; the caller's are not modified."""
+        by_position, by_name = list(args), dict(kwargs)
+        for name, value in changes.items():
+            position = self._position.get(name, len(args))
+            if name not in kwargs and position < len(args):
+                by_position[position] = value
+            else:
+                by_name[name] = value
+        return tuple(by_position), by_name
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments by name; `*0` and so on for positions that the signature does not name."""

@@ -121,10 +121,11 @@ class Runner:
             from transformers import DynamicCache
 
             scratch = DynamicCache()  # the caller's cache can only be updated with all rows
-            args, kwargs = swap.arguments.replace(args, kwargs, cache_name(swap.arguments.names), scratch)
+            args, kwargs = swap.arguments.replace(args, kwargs, {cache_name(swap.arguments.names): scratch})
             mask = swap.arguments.get(args, kwargs, "attention_mask")
             if mask is not None:  # with a cache of fixed length, it has columns for the full length
-                args, kwargs = swap.arguments.replace(args, kwargs, "attention_mask", mask[..., : hidden.shape[1]])
+                mask = mask[..., : hidden.shape[1]]
+                args, kwargs = swap.arguments.replace(args, kwargs, {"attention_mask": mask})
         part = swap.original(*args, **kwargs)
         computed = unpack(part)
         if scratch is not None:

@@ -100,7 +100,7 @@ class Layerwise(ContextFlags):
             if call.is_only_if_cached and call.reason is not None:
                 raise NotCachedError(None)
             if call.reason is None and self._opener.keeps_no_kv:
-                args, kwargs = swap.arguments.replace(args, kwargs, "use_cache", False)
+                args, kwargs = swap.arguments.replace(args, kwargs, {"use_cache": False})
             output = swap.original(*args, **kwargs)
             # With `_is_after_norm`, the norm is one more step.
             if call.reason is None and call.turn != self._depth + self._is_after_norm:
