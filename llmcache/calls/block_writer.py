@@ -157,8 +157,8 @@ class BlockWriter:
         with torch.inference_mode(False), torch.no_grad():
             parts = branch.parts(begin, end)
             keys, values = (stack(parts, name, self._blocks.trunk.depth) for name in NAMES[:2])
-            own = torch.cat([columns.states[first : first + n] for columns, first, n in parts])
-            slab = Slab(*(one.to(self._pool.device) for one in (keys, values, own[None].clone())))
+            own = torch.cat([columns.states[:, first : first + n] for columns, first, n in parts], dim=1)
+            slab = Slab(*(one.to(self._pool.device) for one in (keys, values, own)))
         return self._blocks.rotate(slab, offset) if keeps_positions else slab
 
     def _copy_followed(self, followed: Followed, begin: int, end: int) -> Slab:

@@ -105,18 +105,18 @@ class ColumnRunner:
             output = plan.tree.compute(run, self._trunk, self._causal.packs, ids.device, plan.hands_out)
         for number in (*branches, *plan.whole):
             row, (_, blocks) = call.rows[number], plan.whole.get(number, ("", ()))
-            parts = between(blocks, plan.slabs, 0, row.n_valid) if blocks else branches[number].parts(0, row.n_valid)
+            parts = between(blocks, 0, row.n_valid) if blocks else branches[number].parts(0, row.n_valid)
             pool.place(place[number], row.valid, parts)
             if len(blocks) != 1:  # the keys of a tail alone are as its row's were
                 offsets[place[number], row.valid] = self._blocks.offset(row)
             if blocks and (tail := blocks[-1]).padding and tail.layout == row.layout:
-                columns = Columns(tail.padding["keys"], tail.padding["values"], tail.padding["states"][0])
-                pool.place(place[number], padding_of(row.valid, ids.shape[1]), [(columns, 0, len(columns))])
+                padding = Slab(*(tail.padding[name] for name in NAMES))
+                pool.place(place[number], padding_of(row.valid, ids.shape[1]), [(padding, 0, padding.n_tokens)])
         if apart := [number for number in plan.numbers if number not in branches and number not in plan.whole]:
             output, kv_cache = self._run_rows(call, plan, apart)
             for i, number in enumerate(apart):
                 keys, values = ([getattr(layer, name)[i] for layer in kv_cache.layers] for name in NAMES[:2])
-                pool.place(place[number], slice(None), [(Columns(keys, values, output[0][i]), 0, ids.shape[1])])
+                pool.place(place[number], slice(None), [(Columns(keys, values, output[0][i : i + 1]), 0, ids.shape[1])])
         return self._lay_out(call, plan, pool, offsets, output)
 
     def _lay_out(self, call: Call, plan: Prefill, pool: Pool, offsets: Ids, output: Any) -> Any:

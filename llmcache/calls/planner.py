@@ -135,7 +135,7 @@ class Planner:
         n_tokens, size, n_known = call.arguments["input_ids"].shape[1], self._pool.size, plan.n_known
         branches = []
         for row in rows:
-            known = n_known[row.number], partial(between, blocks[row.number], plan.slabs)
+            known = n_known[row.number], partial(between, blocks[row.number])
             n_wanted, ids = min(wanted.get(row.number, 0), row.n_valid), call.requests.ids[row.number, row.valid]
             branches.append(Branch(row.number, ids, row.ids, self._blocks.origin(row), *known, n_wanted))
         tree = Tree(branches)

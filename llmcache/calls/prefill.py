@@ -13,7 +13,7 @@ import torch
 from transformers.utils.generic import ModelOutput
 
 from llmcache.calls.stored_blocks import StoredBlocks
-from llmcache.calls.tree import Columns, Part, Tree
+from llmcache.calls.tree import Part, Tree, cut_out
 from llmcache.calls.wrapped import Wrapped
 from llmcache.memory.blocks.block import Block, Link, Slab, links
 from llmcache.memory.blocks.block_pool import BlockPool
@@ -41,7 +41,6 @@ class Prefill:
     n_cut: int = 0  # C
     n_saved: int = 0  # tokens of all rows that are not computed for them; rows that are stored whole are left out
     n_known: dict[int, int] = field(default_factory=dict)  # tokens at the beginning of a row that are stored
-    slabs: dict[Slab, Columns] = field(default_factory=dict)  # the columns of stored blocks
     tree: Tree | None = None  # of rows that are neither whole nor computed apart
     missed: dict[int, str] = field(default_factory=dict)  # why a stored prefix does not serve, a key of `MISSES`
 
@@ -97,18 +96,9 @@ class Blocks:
         return Slab(keys, slab.values, slab.states)
 
 
-def between(blocks: Sequence[Block], slabs: dict[Slab, Columns], begin: int, end: int) -> list[Part]:
-    """Return the tokens of consecutive blocks from `begin` to before `end`, in columns that `slabs` collects."""
-    parts, at = list[Part](), 0
-    for block in blocks:
-        low, high = max(begin - at, 0), min(end - at, block.n_tokens)
-        if low < high:
-            slab = block.slab
-            if slab not in slabs:
-                slabs[slab] = Columns(slab.keys, slab.values, slab.states[0])
-            parts.append((slabs[slab], block.begin + low, high - low))
-        at += block.n_tokens
-    return parts
+def between(blocks: Sequence[Block], begin: int, end: int) -> list[Part]:
+    """Return the tokens of consecutive blocks from `begin` to before `end`."""
+    return cut_out(((block.slab, block.begin, block.n_tokens) for block in blocks), begin, end)
 
 
 def _read_kind(described: Any) -> Kind | None:

@@ -13,7 +13,7 @@ cache, L layers, H K/V heads, D_h width of a head, D hidden width.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from llmcache.calls.kv_fill import fill, last_states
-from llmcache.memory.blocks.block import common_prefix
+from llmcache.memory.blocks.block import Slab, common_prefix
 from llmcache.models.adapters import Trunk
 from llmcache.models.segments import run_segments
 from llmcache.support.arrays import Ids
@@ -40,16 +40,17 @@ _OF_STEP = 32  # token columns that one more forward costs, at most: it reads al
 class Columns:
     """K/V and states of consecutive tokens. Not modified."""
 
-    keys: Sequence[Tensor] | Tensor  # by layer, (H, n, D_h)
-    values: Sequence[Tensor] | Tensor
-    states: Tensor  # (n, D)
+    keys: Sequence[Tensor]  # by layer, (H, n, D_h)
+    values: Sequence[Tensor]
+    states: Tensor  # (1, n, D)
 
-    def __len__(self) -> int:
-        return len(self.states)
+    @property
+    def n_tokens(self) -> int:
+        return self.states.shape[1]
 
 
-#: Columns, the first that is meant, and how many.
-Part = tuple[Columns, int, int]
+#: Columns, computed or stored, the first that is meant, and how many.
+Part = tuple[Columns | Slab, int, int]
 #: Returns the columns of the tokens from a first to before a last one.
 Known = Callable[[int, int], Sequence[Part]]
 
@@ -98,17 +99,23 @@ class Branch:
 
     def parts(self, begin: int, end: int) -> list[Part]:
         """Return the columns of its tokens from `begin` to before `end`."""
-        found, at = list[Part](), 0
-        for columns, first, n in chain.from_iterable(segment.parts or () for segment in self.path):
-            low, high = max(begin - at, 0), min(end - at, n)
-            if low < high:
-                found.append((columns, first + low, high - low))
-            at += n
-        return found or [(columns, first, 0)]  # an empty tail
+        parts = [part for segment in self.path for part in segment.parts or ()]
+        return cut_out(parts, begin, end) or [(*parts[-1][:2], 0)]  # an empty tail
 
     def n_kept(self) -> int:
         """Return how many tokens at its beginning have K/V."""
         return max((one.end for one in self.path if one.is_inner), default=0)
+
+
+def cut_out(parts: Iterable[Part], begin: int, end: int) -> list[Part]:
+    """Return the tokens of consecutive parts from `begin` to before `end`."""
+    found, at = list[Part](), 0
+    for columns, first, n in parts:
+        low, high = max(begin - at, 0), min(end - at, n)
+        if low < high:
+            found.append((columns, first + low, high - low))
+        at += n
+    return found
 
 
 class Tree:
@@ -242,7 +249,7 @@ def _run(step: Sequence[Segment], run: Callable[..., Any], trunk: Trunk, device:
         raise TypeError("the trunk returned another kind of output than states and K/V")
     kept = layers if keeps_kv or any(one.is_inner for one in step) else ()
     keys, values = ([_after(getattr(one, name)[0], n_past) for one in kept] for name in ("keys", "values"))
-    columns = Columns(keys, values, states[0])
+    columns = Columns(keys, values, states)
     for segment in step:
         segment.parts = [(columns, firsts[segment] - n_past, len(segment.ids))]
     return output
@@ -282,17 +289,15 @@ class Pool:
     def __init__(self, shape: tuple[int, int]) -> None:
         """Begin with rows (B, T) of padding."""
         self.index = np.zeros(shape, np.int64)  # 0: padding
-        self._firsts: dict[int, int] = {}  # of each `Columns`, by identity
-        self.columns: list[Columns] = []
+        self._firsts: dict[Columns | Slab, int] = {}  # index of the first of some columns
         self._n = 1
 
-    def add(self, columns: Columns) -> int:
+    def add(self, columns: Columns | Slab) -> int:
         """Return the index of the first of some columns, added if they are new."""
-        if id(columns) not in self._firsts:
-            self._firsts[id(columns)] = self._n
-            self.columns.append(columns)
-            self._n += len(columns)
-        return self._firsts[id(columns)]
+        if columns not in self._firsts:
+            self._firsts[columns] = self._n
+            self._n += columns.n_tokens
+        return self._firsts[columns]
 
     def place(self, number: int, where: Any, parts: Iterable[Part]) -> None:
         """Lay parts one after another into positions `where` of a row."""
@@ -301,12 +306,12 @@ class Pool:
 
     def states(self, device: torch.device) -> Tensor:
         """Return the different states (N, D), first a row of zeros for padding."""
-        states = [one.states.to(device) for one in self.columns]
+        states = [one.states[0].to(device) for one in self._firsts]
         return torch.cat([states[-1].new_zeros(1, states[-1].shape[-1]), *(one.to(states[-1].dtype) for one in states)])
 
     def layer(self, name: str, layer: int, index: Tensor) -> Tensor:
         """Return keys or values of one layer, laid out by an index (B, T): (B, H, T, D_h)."""
-        parts = [getattr(one, name)[layer] for one in self.columns]
+        parts = [getattr(one, name)[layer] for one in self._firsts]
         like = parts[-1]
         zeros = like.new_zeros(like.shape[0], 1, like.shape[-1], device=index.device)
         distinct = torch.cat([zeros, *(part.to(zeros) for part in parts)], dim=-2)

@@ -40,7 +40,7 @@ def drawn_rows(draw: Any) -> list[Drawn]:
 
 def held(ids: Sequence[int], begin: int, end: int) -> list[Part]:
     """Return the columns of tokens, one by one; their states are the tokens."""
-    return [(Columns((), (), torch.tensor([[one]])), 0, 1) for one in ids[begin:end]]
+    return [(Columns((), (), torch.tensor([[[one]]])), 0, 1) for one in ids[begin:end]]
 
 
 def grown(rows: Sequence[Drawn]) -> tuple[Tree, list[Branch]]:
