@@ -2,7 +2,8 @@
 
 The *trunk* is the module that embeds tokens and runs the layers one after another (`BertModel`, `GPT2Model`, an encoder
 `T5Stack`). The table `ADAPTERS` gives the path to the layers for each trunk class. Other trunks are recognised by their
-structure: the forward takes `input_ids`, and there is a list of layers of one class that take `hidden_states`.
+structure: the forward takes `input_ids`, and there is a list of layers that take `hidden_states`. The layers are of one
+class, or all keep K/V.
 
 Sizes: B rows, T tokens, D hidden width.
 """
@@ -232,7 +233,7 @@ def locate(model: nn.Module, family: str = "auto") -> Trunk:
             return _dissect(module, adapter)
     raise UnsupportedModelError(
         f"{type(model).__name__}: no trunk found. Looked for the classes {', '.join(sorted(by_class))}, then for a "
-        f"module whose forward takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of equal layers whose "
+        f"module whose forward takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of layers whose "
         f"forward begins with one of {', '.join(_HIDDEN_NAMES)} and keeps no other state than K/V. Describe the "
         "model with llmcache.register_adapter(Adapter(...)), or give wrap() a digest, and it is called as a whole."
     )
@@ -319,13 +320,16 @@ def _recognise(module: nn.Module) -> Adapter | None:
         return None
     for path, layers in module.named_modules():
         parts = path.split(".")
-        is_list = isinstance(layers, nn.ModuleList) and len({type(layer) for layer in layers}) == 1
+        is_list = isinstance(layers, nn.ModuleList) and len(layers) > 0
         if not is_list or len(parts) > 2 or parts[-1] not in _LIST_NAMES:  # in the module or in a child of it
             continue
-        names = Arguments(layers[0].forward).names
-        is_like_a_layer = names[:1] and names[0] in _HIDDEN_NAMES and not _STATES & set(names)
-        keeps_kv = cache_name(names) in names
-        if is_like_a_layer and (keeps_kv or CACHE not in taken):
+        forwards = [Arguments(layer.forward).names for layer in layers]
+        are_like_layers = all(
+            names[:1] and names[0] in _HIDDEN_NAMES and not _STATES & set(names) for names in forwards
+        )
+        keeps_kv = all(cache_name(names) in names for names in forwards)
+        is_of_one_class = len({type(layer) for layer in layers}) == 1
+        if are_like_layers and (keeps_kv or (is_of_one_class and CACHE not in taken)):
             name = type(module).__name__
             return Adapter(name, (name,), path, is_causal=keeps_kv, is_guess=True, skipped=None)
     return None
