@@ -19,7 +19,7 @@ _NAMES = {
     "reuse.observation": ("Observation",),
     "request.rows": ("Scope",),
     "models.adapters": ("Trunk", "first_attention", "locate", "special_ids", "unpack"),
-    "models.causal": ("look_at",),
+    "models.causal_trial": ("look_at",),
     # Replay: a cache without a model.
     "support.arrays": ("Doubles", "Floats"),
     "memory.bank": ("Bank", "Entry"),

@@ -22,12 +22,16 @@ from torch import Tensor
 
 from llmcache.calls.kv_fill import last_states
 from llmcache.models.adapters import CACHE
+from llmcache.models.kv_state import own_of
 from llmcache.request.call_signatures import TrunkState
 from llmcache.request.rows import Row
 from llmcache.reuse.call import Call
 from llmcache.support.threads import forkable
 
-_OF_STEP = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"}
+_OF_STEP = {
+    *("input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"),
+    "logits_to_keep",
+}
 
 
 class _Step(NamedTuple):
@@ -55,6 +59,7 @@ class Followed:
     states: list[Tensor]  # of the last of these tokens, some in each (n, D)
     n_tokens: int  # of the prompt and of all steps
     n_kept: int  # of these that are stored, or will never be
+    own: Mapping[str, Any] = field(default_factory=dict)  # `own_of` the K/V cache after the last step
     first: int = 0  # column that `layers` begin with
     steps: list[_Step] = field(default_factory=list)  # that were not checked yet
     is_under_way: bool = False  # a step began and did not end
@@ -129,7 +134,8 @@ class Follower:
         for row in call.rows:
             if _may_grow(row, n_columns):
                 own, of_cache = [states[row.number].clone()], (layers, seen, n_columns, row.number, row.first)
-                rows[row.number] = Followed(light, row, writer, *of_cache, row.ids, own, row.n_valid, row.n_valid)
+                one = Followed(light, row, writer, *of_cache, row.ids, own, row.n_valid, row.n_valid)
+                rows[row.number], one.own = one, own_of(kv_cache)
         self._follow(kv_cache, rows)
 
     def join(self, kv_cache: Any, sources: Sequence[tuple[Any, int]]) -> None:
@@ -177,7 +183,7 @@ class Follower:
         with self._lock:
             for number, one in [*rows.items()]:
                 one.steps.append(_Step(ids[number], positions[number], mask[number], states[number]))
-                one.seen, one.n_columns, one.is_under_way = seen, n_columns, False
+                one.seen, one.own, one.n_columns, one.is_under_way = seen, own_of(kv_cache), n_columns, False
                 one.n_tokens += n_new
                 if one.n_tokens // one.writer.size > one.n_checked // one.writer.size and not self._write(one):
                     del rows[number]

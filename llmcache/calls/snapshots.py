@@ -10,13 +10,14 @@ Sizes: n tokens, D hidden width.
 import hashlib
 import json
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from llmcache.calls.columns import cut_off
 from llmcache.calls.follower import Followed, Follower
@@ -26,7 +27,7 @@ from llmcache.calls.stored_entries import entry_name
 from llmcache.memory.bank import Bank, Entry
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
-from llmcache.models.kv_state import describe, is_new, new_cache, restore
+from llmcache.models.kv_state import describe, is_new, new_cache, own_of, restore
 from llmcache.models.packing import STATES, parts_of
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope, key_of
@@ -73,14 +74,18 @@ class Snapshots(Path):
             return "token_types"
         if self._kinds.get(call.kind, ()) is None:
             return "more_output"
-        if kv_cache is None and call.causal.makes_dynamic_cache:
-            kv_cache = new_cache(self._trunk)
+        if kv_cache is None and (call.causal.makes_dynamic_cache or call.causal.own_cache):
+            kv_cache = self._new_cache()
         is_single = len(call.rows) == 1 and row.n_valid == call.requests.ids.shape[1] and row.start == 0
         is_plain = not (call.is_activated or call.is_coupled or call.state.sees_later or call.mask_4d is not None)
-        if not (is_single and is_plain and is_new(kv_cache, self._trunk)):
+        if not (is_single and is_plain and is_new(kv_cache, self._new_cache())):
             return "kv_states"
         call.plan = Restoring(kv_cache)
         return row.bypass_reason or None
+
+    def _new_cache(self) -> DynamicCache:
+        """Return an empty K/V cache, as the trunk makes one."""
+        return new_cache(self._trunk, self._wrapped.causal.own_cache or DynamicCache)
 
     def look_up(self, call: Call) -> None:
         """Find the longest copy whose tokens the prompt begins with; a whole prompt if its output can be made."""
@@ -120,7 +125,8 @@ class Snapshots(Path):
         except Exception as error:  # if it is the model's, the second run raises it again
             if plan.entry is None:
                 raise
-            plan.entry, plan.kv_cache.layers = None, new_cache(self._trunk).layers
+            plan.entry = None
+            vars(plan.kv_cache).update(vars(self._new_cache()))
             self._wrapped.counters.error("serve a prefix", error)
             return self._serve(call, plan)
         finally:
@@ -136,8 +142,19 @@ class Snapshots(Path):
         if states.shape[1] == call.rows[0].n_valid:
             kind, names, _ = self._kinds[call.kind] or (tuple, (STATES, CACHE), False)
             return make_output(kind, names, states, plan.kv_cache)
-        output = call.engine.run(*cut_off(self._arguments, call, states.shape[1], args, kwargs), call.rows)
+        args, kwargs = cut_off(self._arguments, call, states.shape[1], *self._place(call, args, kwargs))
+        output = call.engine.run(args, kwargs, call.rows)
         return with_states(output, torch.cat([states.to(output[0].dtype), output[0]], dim=1))
+
+    def _place(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with positions, if the trunk takes them: some count from 0 whatever the cache holds."""
+        if "position_ids" not in self._arguments.names or call.arguments.get("position_ids") is not None:
+            return args, kwargs
+        ids = call.arguments["input_ids"]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        return self._arguments.replace(args, kwargs, {"position_ids": positions})
 
     def store(self, call: Call, output: Any) -> str | None:
         """Keep a copy at the end of a prompt; return the bypass reason if its output or K/V is not understood."""
@@ -146,10 +163,11 @@ class Snapshots(Path):
             self._kinds.learn(call.kind, None)
             return "more_output"
         plan.kv_cache = parts.get(CACHE, parts.get(1, plan.kv_cache))
-        if type(plan.kv_cache).__name__ != "DynamicCache" or plan.kv_cache.get_seq_length() != states.shape[1]:
+        is_usual = type(plan.kv_cache) is (self._wrapped.causal.own_cache or DynamicCache)
+        if not is_usual or plan.kv_cache.get_seq_length() != states.shape[1]:
             return "kv_layout"
         self._kinds.learn(call.kind, (type(output), names_of(output), False))
-        entry = self._copy(call, call.rows[0].ids, states[0], plan.kv_cache.layers)
+        entry = self._copy(call, call.rows[0].ids, states[0], plan.kv_cache.layers, own_of(plan.kv_cache))
         self._put(call, entry, 1e3 * call.computing_s)
         return None
 
@@ -162,7 +180,7 @@ class Snapshots(Path):
         call = followed.call
         if not is_all:
             return followed.n_kept
-        entry = self._copy(call, followed.ids, torch.cat(followed.states), followed.layers)
+        entry = self._copy(call, followed.ids, torch.cat(followed.states), followed.layers, followed.own)
         if self._bank.purges.is_current(call.scope.namespace, _key_of(call.scope, followed.row.ids), call.generation):
             self._put(call, entry)
         return followed.n_tokens
@@ -170,9 +188,9 @@ class Snapshots(Path):
     def detach(self, followed: Followed) -> None:
         """Copy nothing: the layers live as long as they are followed, and are needed whole."""
 
-    def _copy(self, call: Call, ids: bytes, states: Tensor, layers: Sequence[Any]) -> Entry:
+    def _copy(self, call: Call, ids: bytes, states: Tensor, layers: Sequence[Any], own: Mapping[str, Any]) -> Entry:
         """Copy a K/V cache that holds these tokens and no more, and the trunk's states (n, D), as normal tensors."""
-        described, tensors = describe(layers)
+        described, tensors = describe(layers, own)
         with torch.inference_mode(False), torch.no_grad():
             packed = torch.frombuffer(bytearray(ids), dtype=torch.uint8)
             copies = [one.detach().to(self._wrapped.device, copy=True) for one in (states, *tensors)]

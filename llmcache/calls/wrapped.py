@@ -10,7 +10,8 @@ from torch import nn
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError, WrapError
 from llmcache.models.adapters import Trunk, device_of, locate, vocabulary_size
-from llmcache.models.causal import UNTRIED, Causal, Causality
+from llmcache.models.causal import UNTRIED, Causal
+from llmcache.models.causal_trial import Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import is_wrapped

@@ -18,7 +18,7 @@ from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, device_of, vocabulary_size
 from llmcache.models.arguments import Arguments
-from llmcache.models.causal import Causality
+from llmcache.models.causal_trial import Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.model_config import setting
 from llmcache.models.packing import make_output

@@ -1,6 +1,6 @@
-"""Takes a K/V cache apart into tensors and a description of all else, and puts it back: whatever its layers keep."""
+"""Takes a K/V cache apart into tensors and a description of all else, and puts it back: whatever it keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,39 +9,56 @@ from transformers import DynamicCache
 
 from llmcache.models.adapters import Trunk
 
+_USUAL = frozenset(vars(DynamicCache()))
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def new_cache(trunk: Trunk) -> DynamicCache:
-    """Return the K/V cache that transformers makes for a trunk's config, empty."""
-    return DynamicCache(config=trunk.config)
+def new_cache(trunk: Trunk, kind: type[DynamicCache] = DynamicCache) -> DynamicCache:
+    """Return an empty K/V cache: the one that transformers makes for a trunk's config, or one of another class."""
+    return DynamicCache(config=trunk.config) if kind is DynamicCache else kind()
 
 
-def is_new(kv_cache: Any, trunk: Trunk) -> bool:
-    """Whether a K/V cache is as `new_cache` returns it: of the same kinds of layers, and empty."""
-    if type(kv_cache) is not DynamicCache or getattr(kv_cache, "offloading", False):
+def is_new(kv_cache: Any, wanted: DynamicCache) -> bool:
+    """Whether a K/V cache is like `wanted`, which is empty: of the same class, with the same kinds of layers."""
+    if type(kv_cache) is not type(wanted) or getattr(kv_cache, "offloading", False):
         return False
     try:
-        layers, wanted = kv_cache.layers, new_cache(trunk).layers
-        return [*map(type, layers)] == [*map(type, wanted)] and describe(layers) == describe(wanted)
+        is_alike = [*map(type, kv_cache.layers)] == [*map(type, wanted.layers)]
+        return is_alike and describe(kv_cache.layers, own_of(kv_cache)) == describe(wanted.layers, own_of(wanted))
     except (TypeError, RuntimeError):  # something that cannot be described or compared
         return False
 
 
-def describe(layers: Sequence[Any]) -> tuple[list[Any], list[Tensor]]:
-    """Return what layers keep: a description, as JSON values, and the tensors that it numbers, which are not copied.
+def own_of(kv_cache: Any) -> dict[str, Any]:
+    """Return the public attributes of a K/V cache, by name, that no `DynamicCache` has."""
+    return {name: value for name, value in vars(kv_cache).items() if not (name in _USUAL or name.startswith("_"))}
+
+
+def describe(layers: Sequence[Any], own: Mapping[str, Any]) -> tuple[list[Any], list[Tensor]]:
+    """Return what a K/V cache keeps: a description, as JSON values, and the tensors that it numbers.
+
+    The tensors are not copied.
+
+    Args:
+        layers: Its layers.
+        own: Its other attributes; see `own_of`.
 
     Raises:
-        TypeError: A layer keeps something else than tensors, plain values and containers of these.
+        TypeError: It keeps something else than tensors, plain values and containers of these.
     """
     tensors: list[Tensor] = []
-    return [_take_apart(vars(layer), tensors) for layer in layers], tensors
+    of_layers = [_take_apart(vars(layer), tensors) for layer in layers]
+    return [of_layers, _take_apart(dict(own), tensors)], tensors
 
 
 def restore(kv_cache: Any, described: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-    """Have the layers of a new K/V cache keep what `describe` returned; tensors are copied to where they were."""
-    for layer, own in zip(kv_cache.layers, described, strict=True):
-        vars(layer).update(_put_together(own, tensors))
+    """Have a new K/V cache keep what `describe` returned; tensors are copied to where they were."""
+    of_layers, own = described
+    while len(kv_cache.layers) < len(of_layers):  # it makes them as they are needed
+        kv_cache.layers.append(kv_cache.layer_class_to_replicate())
+    for layer, of_layer in zip(kv_cache.layers, of_layers, strict=True):
+        vars(layer).update(_put_together(of_layer, tensors))
+    vars(kv_cache).update(_put_together(own, tensors))
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Any:

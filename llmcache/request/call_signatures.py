@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
-from llmcache.models.causal import UNTRIED, Causal, Causality
+from llmcache.models.causal import UNTRIED, Causal
+from llmcache.models.causal_trial import Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head
 from llmcache.models.hooks import are_hooked, parts_of

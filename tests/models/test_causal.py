@@ -8,7 +8,8 @@ import transformers as tf
 from torch import nn
 
 from llmcache.models.adapters import Trunk, locate
-from llmcache.models.causal import Causal, look_at
+from llmcache.models.causal import Causal
+from llmcache.models.causal_trial import look_at
 from llmcache.models.rope import rotate
 from tests.tiny_models import BARE, DECODER, GENERATORS, STRANGE_GENERATORS, Make, build, llama, tokens
 
@@ -23,6 +24,23 @@ def gemma() -> nn.Module:
     return tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**DECODER, **WINDOWS))
 
 
+class Placed(tf.LlamaModel):
+    """Counts positions from the first token that the mask leaves."""
+
+    def forward(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        **more: Any,
+    ) -> Any:
+        more["past_key_values"] = past_key_values
+        if position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
+            position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        return super().forward(input_ids, attention_mask, position_ids=position_ids, **more)
+
+
 #: Packs, is placed by columns, how it rotates.
 ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
     "llama": (GENERATORS["llama"], True, True, "half"),
@@ -34,6 +52,7 @@ ALLOWED: dict[str, tuple[Make, bool, bool, str]] = {
         False,
         "",
     ),
+    "rotated by positions from the mask": (lambda: Placed(llama()), True, False, "half"),
     "a window": (STRANGE_GENERATORS["mistral"], True, True, "half"),
     "windows": (gemma, True, True, ""),
     "chunks": (
@@ -123,6 +142,19 @@ def test_a_trunk_that_does_not_heed_the_mask_packs_nothing_and_knows_no_padding(
 def test_nothing_is_cut_off_where_a_trial_shows_that_it_would_be_wrong(make: Make, told: str) -> None:
     found = look_at(locate(build(make)))
     assert not found.cuts and not found.packs and told in found.reason
+
+
+def test_wrapping_a_decoder_that_allows_all_takes_six_forwards() -> None:
+    trunk, n_forwards = locate(build(GENERATORS["llama"])), 0
+
+    class Counting(nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            nonlocal n_forwards
+            n_forwards += 1
+            return states
+
+    trunk.module.norm = nn.Sequential(trunk.module.norm, Counting())  # type: ignore[assignment,arg-type]
+    assert look_at(trunk).packs and n_forwards == 6
 
 
 def test_an_encoder_that_was_not_known_is_found_to_heed_the_mask() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache
 from llmcache.models.adapters import locate
-from llmcache.models.causal import look_at
-from llmcache.models.kv_state import describe, is_new, new_cache, restore
+from llmcache.models.causal_trial import look_at
+from llmcache.models.kv_state import describe, is_new, new_cache, own_of, restore
 from tests.contract.judge import ask
 from tests.tiny_models import build, tokens
 
@@ -27,13 +28,16 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-_GATED: dict[str, Any] = {
-    "head_dim": 8,
+_LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+}
+_GATED: dict[str, Any] = {
+    **_LINEAR,
+    "head_dim": 8,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
@@ -51,6 +55,31 @@ _MAMBA: dict[str, Any] = {
 MAKES: dict[str, Callable[[], nn.Module]] = {
     "linear attention": lambda: tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SIZES, **_GATED)),
     "mamba": lambda: tf.FalconH1ForCausalLM(tf.FalconH1Config(**SIZES, **_MAMBA)),
+    "mamba, positions from 0": lambda: tf.BambaForCausalLM(tf.BambaConfig(**SIZES, **_MAMBA, attn_layer_indices=[1])),
+    "mamba and experts": lambda: tf.GraniteMoeHybridForCausalLM(
+        tf.GraniteMoeHybridConfig(
+            **SIZES,
+            **_MAMBA,
+            layer_types=["linear_attention", "full_attention"],
+            num_local_experts=4,
+            shared_intermediate_size=48,
+        )
+    ),
+    "a cache of its own": lambda: tf.MiniMaxForCausalLM(
+        tf.MiniMaxConfig(**SIZES, layer_types=["full_attention", "linear_attention"], num_local_experts=4, block_size=8)
+    ),
+    "heads that differ by layer": lambda: tf.Gemma4ForCausalLM(
+        tf.Gemma4TextConfig(
+            **SIZES,
+            head_dim=8,
+            global_head_dim=16,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=96,
+        )
+    ),
+    "layers of two classes": lambda: tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**SIZES, **_LINEAR)),
     "convolution": lambda: tf.Lfm2ForCausalLM(tf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
 }
 
@@ -123,7 +152,9 @@ def test_states_and_logits_are_those_of_the_whole_prompt(model: Any) -> None:
             found = ask(model, input_ids=ids)
         assert served(cache) == ("exact", 0)
     torch.testing.assert_close(found.logits, plain.logits, atol=1e-4, rtol=1e-4)
-    pairs = zip(*(describe(one.past_key_values.layers)[1] for one in (found, plain)), strict=True)
+    pairs = zip(
+        *(describe(one.past_key_values.layers, own_of(one.past_key_values))[1] for one in (found, plain)), strict=True
+    )
     for one, other in pairs:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert type(found.past_key_values) is type(plain.past_key_values)
@@ -296,14 +327,26 @@ def test_states_that_do_not_continue_are_not_copied() -> None:
     assert not look_at(locate(model)).copies
 
 
+def test_a_model_that_computes_longer_calls_otherwise_is_not_copied() -> None:
+    class Choosing(tf.Qwen3NextModel):
+        def forward(self, input_ids: Any, past_key_values: Any = None, **more: Any) -> Any:
+            output = super().forward(input_ids, past_key_values=past_key_values, **more)
+            if input_ids.shape[1] > 30:
+                output.last_hidden_state = output.last_hidden_state * 2
+            return output
+
+    assert not look_at(locate(remembering(lambda: Choosing(tf.Qwen3NextConfig(**SIZES, **_GATED))))).copies
+
+
 def test_a_cache_put_back_keeps_what_it_kept(model: Any) -> None:
-    trunk, kv_cache = locate(model), new_cache(locate(model))
-    assert is_new(kv_cache, trunk)
+    trunk = locate(model)
+    new = partial(new_cache, trunk, look_at(trunk).own_cache or tf.DynamicCache)
+    kv_cache, again = new(), new()
+    assert is_new(kv_cache, new())
     ask(model, input_ids=tokens(1, 6), past_key_values=kv_cache)
-    assert not is_new(kv_cache, trunk)
-    described, tensors = describe(kv_cache.layers)
-    again = new_cache(trunk)
+    assert not is_new(kv_cache, new())
+    described, tensors = describe(kv_cache.layers, own_of(kv_cache))
     restore(again, described, tensors)
-    found, copies = describe(again.layers)
+    found, copies = describe(again.layers, own_of(again))
     assert found == described and all(map(torch.equal, copies, tensors))
     assert not {one.data_ptr() for one in copies} & {one.data_ptr() for one in tensors}
