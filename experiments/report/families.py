@@ -8,7 +8,7 @@ beginnings: plainly, then with a cache, one prompt a call and in padded batches.
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,17 +29,22 @@ Made by `make families` with transformers {version}; do not edit.
 
 A decoder is not looked up in a table: `wrap` [tries](prefix.md#when-it-applies) what its trunk does. Here each class of
 transformers for causal language models is built tiny, with random weights, in float32. It generates {n_new} tokens from
-{n} prompts of {n_tokens} tokens in all, of which {n_shared} repeat the beginning of an earlier prompt: plainly, then
-with the cache, with one prompt a call (*alone*), and with {rows} padded prompts a call (*in batches*). The columns say
-how many tokens of the prompts were not computed. *Packed*: several prompts are computed in one row. *Wrong*: how many
-prompts were continued otherwise than without the cache, in both ways.
+{n} prompts of {n_tokens} tokens in all, of which {n_shared} repeat the beginning of an earlier prompt, and from a next
+turn after each answer: plainly, then with the cache. The columns say how many tokens of the prompts were not computed:
+
+- *alone*: with one prompt a call;
+- *in batches*: with {rows} padded prompts a call;
+- *next turn*: of {n_turned} tokens, where each prompt goes on with its answer and {n_more} new tokens, alone. The last
+  token of an answer was not run, so at most {n_known} are known. With blocks, no answer is kept of a K/V cache that
+  keeps windows.
+
+*From*: prompts are served from *blocks* of K/V, as far as they agree with earlier ones, or from *copies* of K/V caches
+that cannot be cut ([states](prefix.md#states)): a copy serves what continues it. So with copies, what prompts share was
+passed to `cache.prefill` before *alone*, which serves the first prompts as well, and batches are computed in full.
+*Packed*: several prompts are computed in one row. *Wrong*: how many prompts were continued otherwise than without the
+cache, in all ways.
 """
-COPIED = """\
-States cannot be cut, so a copy serves only what continues it: a prompt, an answer, or what `cache.prefill` was passed.
-Of these prompts, none continues another, so nothing is served *alone* or *in batches*. Here, what prompts share was
-passed to `cache.prefill` before.
-"""
-N_NEW, BLOCK, ROWS = 4, 8, 4
+N_NEW, N_MORE, BLOCK, ROWS = 4, 6, 8, 4
 _NO_END = {"eos_token_id": None, "pad_token_id": 0}
 _VOCABULARY, _MOST_PARAMETERS = 96, 2_000_000
 #: Changes of these sizes, tried in turn; None: as the config has it.
@@ -48,8 +53,11 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"num_key_value_heads": 4},
     {"layer_types": None},
     {"head_dim": None},
+    {"num_experts_per_tok": 1},
     {"layer_types": None, "head_dim": None, "num_key_value_heads": None},
 )
+#: Kinds of layers that do not tell how many tokens they have seen.
+_ONLY_STATES = {"linear_attention", "conv", "moe", "mlp"}
 _WIDTH: dict[str, int] = dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32)
 _DEPTH: dict[str, int] = dict.fromkeys(
     ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"), 4
@@ -74,15 +82,16 @@ _EXPERTS: dict[str, int] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
 }
 _STATES: dict[str, int] = {
     **dict.fromkeys(
         ("mamba_d_state", "state_size", "ssm_state_size", "linear_key_head_dim", "linear_value_head_dim"), 8
     ),
     **dict.fromkeys(("mamba_n_heads", "mamba_expand", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "expand"), 1),
+    **dict.fromkeys(("linear_num_heads", "linear_head_dim"), 4),
     "mamba_d_head": 32,
-    "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
     "mamba_d_ssm": 64,
 }
@@ -118,20 +127,27 @@ class Tried:
     name: str
     is_built: bool = True
     packs: bool = False
+    copies: bool = False  # served from copies of states, not from blocks
     alone: int = 0  # tokens that were not computed
     batched: int = 0
-    copied: int = 0  # tokens that were not computed, alone, after `prefill` of what prompts share
+    turned: int = 0
     n_wrong: int = 0  # prompts, in any way
     reason: str = ""  # why nothing is served
+
+    @property
+    def is_served(self) -> bool:
+        return bool(self.alone or self.batched or self.turned)
 
 
 def tiny_config(kind: type[Any], changes: dict[str, Any]) -> Any:
     """Return a config of this class with tiny sizes, some of them changed."""
     usual = kind()
     sizes = {name: value for name, value in SIZES.items() if _has(usual, name)}
-    if kinds := getattr(usual, "layer_types", None):
-        kinds = [*kinds, *(["conv"] if _has(usual, "conv_L_cache") else [])]  # LFM2 has none unless it is told where
-        sizes["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
+    kinds = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
+    kinds += ["conv"] if _has(usual, "conv_L_cache") else []  # LFM2 has none unless it is told where
+    if kinds:
+        kinds += [] if {*kinds} - _ONLY_STATES else ["full_attention"]
+        sizes["layer_types"] = (kinds * 4)[:4]
     changed = sizes | {name: value for name, value in changes.items() if name in sizes}
     return kind(**{name: value for name, value in changed.items() if value is not None})
 
@@ -211,30 +227,38 @@ def try_class(name: str) -> Tried:
         plain = {rows: [generate(model, *batch) for batch in batches(rows)] for rows in (1, ROWS)}
     except Exception as error:  # any class may want something of its own
         return Tried(name, is_built=False, reason=f"{type(error).__name__}: {error}")
-    served, n_wrong, reason = {}, 0, ""
-    for rows, expected in plain.items():
-        try:
-            cache = LLMCache.wrap(model, prefix={"block": BLOCK})
-        except UnsupportedModelError as error:
-            return Tried(name, reason=str(error).partition(". ")[0])
-        with cache:
-            found = [generate(model, *batch) for batch in batches(rows)]
-            stats = cache.stats()
-        n_wrong += sum(int((one != other).any(1).sum()) for one, other in zip(found, expected, strict=True))
-        served[rows] = stats.n_prefix_tokens
-        bypassed = (f"`{one}`" for one in stats.bypassed)
-        reason = reason or ", ".join(bypassed)
-    allowed = look_at(locate(model))
-    reason = reason or allowed.reason or "the kind of its K/V cache"
-    if not allowed.copies:
-        return Tried(name, True, allowed.packs, served[1], served[ROWS], 0, n_wrong, reason)
+    turns = [_turn(*prompt, answer) for prompt, answer in zip(batches(1), plain[1], strict=True)]
+    expected = [generate(model, *turn) for turn in turns]
+    try:
+        allowed = look_at(locate(model))
+    except UnsupportedModelError as error:
+        return Tried(name, reason=str(error).partition(". ")[0])
     with LLMCache.wrap(model, prefix={"block": BLOCK}) as cache:
-        cache.prefill([ids.tolist() for ids in beginnings()])
-        cache.restart_stats()
-        found = [generate(model, *batch) for batch in batches(1)]
-        copied = cache.stats().n_prefix_tokens
-    n_wrong += sum(int((one != other).any(1).sum()) for one, other in zip(found, plain[1], strict=True))
-    return Tried(name, True, False, served[1], served[ROWS], copied, n_wrong, reason)
+        if allowed.copies:
+            cache.prefill([ids.tolist() for ids in beginnings()])
+            cache.restart_stats()
+        n_wrong = _count_wrong(model, batches(1), plain[1])
+        alone = cache.stats().n_prefix_tokens
+        n_wrong += _count_wrong(model, turns, expected)
+        turned, bypassed = cache.stats().n_prefix_tokens - alone, cache.stats().bypassed
+    with LLMCache.wrap(model, prefix={"block": BLOCK}) as cache:
+        n_wrong += _count_wrong(model, batches(ROWS), plain[ROWS])
+        batched = cache.stats().n_prefix_tokens
+    reason = allowed.reason or ", ".join(f"`{one}`" for one in bypassed) or "the kind of its K/V cache"
+    return Tried(name, True, allowed.packs, allowed.copies, alone, batched, turned, n_wrong, reason)
+
+
+def _count_wrong(model: Any, asked: Iterable[tuple[Tensor, Tensor]], expected: Sequence[Tensor]) -> int:
+    """Return how many rows of batches a wrapped model continues otherwise than expected."""
+    found = [generate(model, *batch) for batch in asked]
+    return sum(int((one != other).any(1).sum()) for one, other in zip(found, expected, strict=True))
+
+
+def _turn(ids: Tensor, mask: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ids and mask (1, T) of a prompt that goes on with its answer and new tokens."""
+    new = torch.randint(5, _VOCABULARY, (1, N_MORE), generator=torch.Generator().manual_seed(2))
+    longer = torch.cat([ids, answer, new], 1)
+    return longer, torch.ones_like(longer)
 
 
 def beginnings() -> list[Tensor]:
@@ -254,33 +278,47 @@ def _common(one: Tensor, other: Tensor) -> int:
 def render(tried: Sequence[Tried]) -> str:
     """Return the page."""
     own = prompts()
-    n_shared = sum(max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own))
-    numbers = {"n": len(own), "n_tokens": sum(map(len, own)), "n_shared": n_shared, "n_new": N_NEW, "rows": ROWS}
-    served = [one for one in tried if one.alone or one.batched]
-    copied = [one for one in tried if one.copied and one not in served]
-    others = [one for one in tried if one.is_built and not (one.alone or one.batched or one.copied)]
-    rows = [(f"`{one.name}`", one.copied, one.n_wrong) for one in copied]
-    cells = [(f"`{one.name}`", one.alone, one.batched, "yes" if one.packs else "", one.n_wrong) for one in served]
-    n_wrong = sum(one.n_wrong for one in tried)
+    n_tokens = sum(map(len, own))
+    numbers = {
+        "n": len(own),
+        "n_tokens": n_tokens,
+        "n_shared": sum(
+            max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own)
+        ),
+        "n_new": N_NEW,
+        "n_more": N_MORE,
+        "n_turned": n_tokens + len(own) * (N_NEW + N_MORE),
+        "n_known": n_tokens + len(own) * (N_NEW - 1),
+        "rows": ROWS,
+    }
+    served, others = ([one for one in tried if one.is_built and one.is_served is wanted] for wanted in (True, False))
+    n_copies, n_wrong = sum(one.copies for one in served), sum(one.n_wrong for one in tried)
     left_out = ", ".join(f"`{one.name}`" for one in tried if not one.is_built)
     return "\n".join(
         (
             HEADER.format(version=tf.__version__, **numbers),
-            f"Served: {len(served)} of {len(served) + len(copied) + len(others)} classes, and {len(copied)} from "
-            f"copies of their states; {n_wrong} prompts came out wrong.\n",
+            f"Served: {len(served)} of {len(served) + len(others)} classes, {len(served) - n_copies} from blocks and "
+            f"{n_copies} from copies; {n_wrong} prompts came out wrong.\n",
             "## Served\n",
-            markdown.table(("class", "alone", "in batches", "packed", "wrong"), cells),
-            "\n## Served from copies of states\n",
-            COPIED,
-            markdown.table(("class", "alone", "wrong"), rows),
+            markdown.table(
+                ("class", "from", "alone", "in batches", "next turn", "packed", "wrong"),
+                [_cells(one) for one in served],
+            ),
             "\n## Not served\n",
-            "What a bypass reason means: `llmcache.CURES`.\n",
+            "What a bypass reason means: `llmcache.CURES`. No trunk found: layers take other arguments than those of "
+            "transformers with K/V, or keep states elsewhere than in `past_key_values`.\n",
             "| class | why |\n|---|---|",
             *(f"| `{one.name}` | {one.reason} |" for one in others),
             f"\nNot built, since these sizes do not suit their configs or they want other inputs: {left_out}.",
             "",
         )
     )
+
+
+def _cells(one: Tried) -> tuple[object, ...]:
+    batched = "" if one.copies else one.batched
+    kind, packs = "copies" if one.copies else "blocks", "yes" if one.packs else ""
+    return f"`{one.name}`", kind, one.alone, batched, one.turned, packs, one.n_wrong
 
 
 def main(arguments: Sequence[str]) -> None:
