@@ -357,7 +357,7 @@ def test_an_activated_lora_generates() -> None:
             expected = cache.model.generate(input_ids=text, **settings)
         for _ in range(2):
             assert torch.equal(cache.model.generate(input_ids=text, **settings), expected)
-    assert cache.stats().n_hits == 3  # the second begins like the first
+    assert (cache.stats().n_hits, cache.stats().errors) == (3, 0)  # the second begins like the first
 
 
 def n_served(cache: LLMCache, adapter: str, *pieces: Tensor) -> int:
@@ -390,6 +390,7 @@ def test_what_an_activated_lora_computes_after_its_invocation_serves_no_other() 
     assert [n_served(cache, adapter, BEGIN, end) for adapter in ("north", "south", "base", "north")] == [0, 32, 32, 0]
     assert cache.last[0].rung == "exact"
     assert n_served(cache, "south", BEGIN, end, tokens(1, 1)) == 40  # the base knows more, but not as this adapter's
+    assert n_served(cache, "base", BEGIN, end, tokens(1, 1)) == 62  # all: for it, they are tokens like others
     early = [prompt(9, 0, times=0), INVOCATION, tokens(1, 30, 3)]
     assert [n_served(cache, adapter, *early) for adapter in ("north", "base", "south")] == [0, 0, 0]
 
