@@ -347,7 +347,7 @@ class CachedForward(Swap, ContextFlags):
         self.reuse: Off | Approximate = Off()
         self.is_retired = False
         self._local = threading.local()
-        self.prepared = PreparedCalls()
+        self.prepared = PreparedCalls(wrapped.weights.adapted)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         #: How many of the last columns a language-model head reads, while it runs; 0: each, for itself; None: unknown.

@@ -218,6 +218,12 @@ class Weights:
             return "training"
         return "adapter_names" if are_by_row(self._hooks) else None
 
+    def adapted(self) -> list[nn.Module]:
+        """Return PEFT's layers, as they were when weights were last read; they are read now if they never were."""
+        if self._state[0] is None:
+            self.digest()
+        return [tuner.module for tuner in self._tuners]
+
     @property
     def activated(self) -> Sequence[int | None] | None:
         """To how many last columns of each row an activated LoRA applies in the current call; mostly None."""

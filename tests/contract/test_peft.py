@@ -423,3 +423,12 @@ def test_a_store_holds_what_precedes_an_invocation_for_the_base_model(tmp_path: 
                 cache.model.set_adapter("north")
                 cache.forget(input_ids=text)
     assert served == [(0, None), (32, "prefix"), (0, "exact"), (0, None), (0, None)]
+
+
+def test_a_call_that_is_only_looked_up_leaves_no_hooks_of_its_adapters() -> None:
+    """`explain` and `forget` end a forward before PEFT removes its hooks: calls after them are served as before."""
+    cache, text = wrap(activated()), prompt(18, 3)
+    assert cache.explain(input_ids=text)[0].outcome.missed == "new"
+    cache.forget(input_ids=text)
+    check(cache, cache.model, hits=1, input_ids=text)
+    assert "adapter_names" not in cache.stats().bypassed
