@@ -43,7 +43,9 @@ class Parity(CacheExperiment):
     ulps: float = Field(default=4.0, ge=0.0)  # largest gap of a near tie, in roundings of the best logit
     batch: int = Field(default=1, ge=1)  # prompts per call
     padding: Literal["left", "right"] = "left"  # side on which the shorter prompts of a call are padded
-    positions: bool = False  # whether position ids are passed; they count from each prompt's first token
+    # Whether calls of several prompts pass position ids that count from each prompt's first token, as transformers' own
+    # loop does; else positions are columns.
+    positions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +138,26 @@ def _padded(asked: Sequence[Tensor], side: str, has_positions: bool) -> dict[str
 
 
 def _continue(model: Any, inputs: Mapping[str, Tensor], experiment: Parity) -> Continued:
-    """Continue the rows of a call, each after its own last token; transformers' loop continues the last column."""
-    n, ends = experiment.new_tokens, inputs["attention_mask"].sum(dim=1)
-    if experiment.padding == "left":
+    """Continue the rows of a call, each after its own last token.
+
+    Transformers' own loop does so with padding on the left, and passes position ids.
+    """
+    n, mask = experiment.new_tokens, inputs["attention_mask"]
+    if experiment.padding == "left" and (experiment.positions or experiment.batch == 1):
         more: dict[str, Any] = {**inputs, "use_cache": True, "output_scores": True, "return_dict_in_generate": True}
         made = greedy(model, more.pop("input_ids"), n, **more)
         return Continued(made.sequences[:, -n:], made.scores)
-    fed: dict[str, Any] = dict(inputs)
-    tokens, logits, rows = list[Tensor](), list[Tensor](), torch.arange(len(ends))
+    fed, ends = dict[str, Any](inputs), mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)  # columns of last own tokens
+    tokens, logits, rows = list[Tensor](), list[Tensor](), torch.arange(len(mask))
     with torch.inference_mode():
         for step in range(n):
             output = model(**fed)
-            logits.append(output.logits[rows, -1 if step else ends - 1])
+            logits.append(output.logits[rows, -1 if step else ends])
             tokens.append(logits[-1].argmax(dim=1, keepdim=True))
-            mask = torch.cat([fed["attention_mask"], torch.ones_like(tokens[-1])], dim=1)
+            mask = torch.cat([mask, torch.ones_like(tokens[-1])], dim=1)
             fed = {"input_ids": tokens[-1], "attention_mask": mask, "past_key_values": output.past_key_values}
             if experiment.positions:
-                fed["position_ids"] = ends[:, None] + step
+                fed["position_ids"] = mask.sum(dim=1, keepdim=True) - 1
     return Continued(torch.cat(tokens, dim=1), logits)
 
 

@@ -328,12 +328,12 @@ def commands(rows: Rows, metrics: Any) -> None:
     assert metrics["summary"] == [*rows, {"command": "all", "seconds": sum(row["seconds"] for row in rows)}]
 
 
+BATCHES = ("parity, of batches", "parity, padded on the right", "parity, without position ids")
 CHECKS: dict[str, Callable[[Rows, Any], None]] = {
     **{name: globals()[name] for name in MEASURES},
     "set_rates, of repeats": set_rates,
     "bound, in an order": bound,
-    "parity, of batches": parity_of_batches,
-    "parity, padded on the right": parity_of_batches,
+    **dict.fromkeys(BATCHES, parity_of_batches),
     "prefix, of unshared prompts": unshared,
 }
 
@@ -432,6 +432,6 @@ def test_wrong_tokens_are_seen(models: Folders, monkeypatch: pytest.MonkeyPatch)
     done = measured({"measure": "parity", **SETTINGS["parity"]}, models)
     assert done.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in done.rows) > 3
     monkeypatch.setattr("llmcache.calls.tree.fill", lie)
-    for name in ("parity, of batches", "parity, padded on the right"):
+    for name in BATCHES:
         done = measured({"measure": "parity", **SETTINGS[name]}, models)
         assert done.metrics["n_wrong"] > 3 and done.metrics["logprob_difference"] > 0.1
