@@ -202,8 +202,7 @@ class Prefix(Path):
         plan, states = call.plan, last_states(output)
         kv_cache = plan.kv_cache if plan.windowed is None else plan.windowed
         is_growing = is_plain_cache(kv_cache) and {type(one).__name__ for one in kv_cache.layers} == {"DynamicLayer"}
-        is_growing = is_growing and not call.is_activated
-        if self._planner.cuts and plan.has_chains and states is not None and is_growing:
+        if self._planner.cuts and plan.has_chains and states is not None and is_growing and not call.is_activated:
             self._follower.begin(call, kv_cache, states[:, -self.blocks.size :], self._writer)
 
     # -- close ---------------------------------------------------------------------------------------------------------
