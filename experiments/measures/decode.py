@@ -56,15 +56,14 @@ class Marking:
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
-    """Return prompt and greedy continuation, int64 (1, T + new_tokens), from transformers' own loop; ids are (1, T)."""
+    """Return prompts (B, T) and greedy continuations, int64 (B, T + new_tokens), from transformers' own loop."""
     return model.generate(
         ids,
-        attention_mask=torch.ones_like(ids),
         do_sample=False,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
         pad_token_id=0,
-        **more,
+        **{"attention_mask": torch.ones_like(ids), **more},
     )
 
 

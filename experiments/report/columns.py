@@ -197,6 +197,16 @@ PARITY: Mapping[str, Cell] = {
     "blocks that left": of(count, "n_evicted"),
     "resident, tenth to end": lambda row: " to ".join(size(row["memory"][at]["resident_bytes"]) for at in (0, -1)),
 }
+PARITY_OF_BATCHES: Mapping[str, Cell] = {
+    "model": PARITY["model"],
+    "padding": itemgetter("padding"),
+    "position ids": lambda row: "passed" if row["positions"] else "",
+    **{name: PARITY[name] for name in ("same tokens", "near ties", "wrong")},
+    "different prompts": of(count, "n_prompts"),
+    "first tokens": of(count, "n_first_tokens"),
+    "tokens served": of(percent, "share_reused"),
+    "log-probabilities": lambda row: f"{row['logprob_difference']:.0e}",
+}
 
 
 def _median(name: str) -> Cell:

@@ -64,8 +64,8 @@ class BlockWriter:
                 self._put(call, chain, new)
             return
         n_own = len(chain)
-        if is_computed and row.start is not None and self._blocks.offset(row):
-            n_own = 0  # the blocks' keys are rotated
+        if call.is_activated or (is_computed and row.start is not None and self._blocks.offset(row)):
+            n_own = 0  # a tail after blocks may serve others; or these blocks have rotated keys
         elif is_computed:
             n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), n_own)
         tail = self._make_tail(call, plan, row, states, n_own * pool.size)
@@ -127,7 +127,7 @@ class BlockWriter:
         for first in range(n_before, len(chain), slab_blocks(size)):
             held = chain[first : first + slab_blocks(size)]
             slab = self._take(plan, row, states, first * size, (first + len(held)) * size)
-            made += [Block(link.ids, call.scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
+            made += [Block(link.ids, call.blocks_scope, slab, i * size, (i + 1) * size) for i, link in enumerate(held)]
         return made
 
     def _make_tail(self, call: Call, plan: Prefill, row: Row, states: Tensor, n_before: int) -> Block:

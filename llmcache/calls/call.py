@@ -12,6 +12,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -346,7 +347,7 @@ class CachedForward(Swap, ContextFlags):
         self.reuse: Off | Approximate = Off()
         self.is_retired = False
         self._local = threading.local()
-        self.prepared = PreparedCalls()
+        self.prepared = PreparedCalls(wrapped.weights.adapted)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         #: How many of the last columns a language-model head reads, while it runs; 0: each, for itself; None: unknown.
@@ -509,6 +510,9 @@ class CachedForward(Swap, ContextFlags):
             if covering is engine:
                 break
             engine = covering
+        base = None if look.activated is None or look.snapshot is None else look.snapshot.base
+        is_single = len(requests.rows) == 1 and requests.valid is None  # of a batch, PEFT's hooks expect all rows
+        blocks_scope = replace(scope, weights=base) if base is not None and is_single else scope
         call = Call(
             args,
             kwargs,
@@ -518,6 +522,7 @@ class CachedForward(Swap, ContextFlags):
             signature.causal,
             look.snapshot,
             scope,
+            blocks_scope,
             kind,
             engine,
             requests,

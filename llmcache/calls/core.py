@@ -219,7 +219,9 @@ class Core:
                 call = forward.prepared.look_up(run)
             if isinstance(call, Call):
                 plan = call.plan
-                n_held += plan.n_known if isinstance(plan, Restoring) else prefix.n_held(call.rows[0], call.scope)
+                n_held += (
+                    plan.n_known if isinstance(plan, Restoring) else prefix.n_held(call.rows[0], call.blocks_scope)
+                )
         return n_held
 
     def clear(self, namespace: str | None = None) -> int:
@@ -249,7 +251,8 @@ class Core:
         for call in calls:
             opened = self.forward.prepared.look_up(call)
             if isinstance(opened, Call):
-                named.setdefault(opened.scope, []).extend(self._names_of(opened))
+                for scope in {opened.scope, opened.blocks_scope}:
+                    named.setdefault(scope, []).extend(self._names_of(opened))
         if not named:
             return 0
         namespace = next(iter(named)).namespace

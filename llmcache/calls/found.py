@@ -116,7 +116,7 @@ def _outcomes(forward: CachedForward, call: Call) -> list[Outcome]:
             found = prefix.outcome(call, row)
             is_hit = found.rung is not None
             outcomes[number] = found if is_hit else replace(outcome, n_known=found.n_known, missed=found.missed)
-        elif n_held := prefix.n_held(row, call.scope):
+        elif n_held := prefix.n_held(row, call.blocks_scope):
             outcomes[number] = replace(outcome, n_known=n_held, missed="no_kv")
     return outcomes
 

@@ -94,8 +94,11 @@ class Planner:
                 continue
             for name in shared:
                 chain = self._blocks.planned(call, plan, row, name) if self.cuts or name is None else ()
-                scope = call.scope if name is None else replace(call.scope, namespace=name)
+                scope = call.blocks_scope if name is None else replace(call.blocks_scope, namespace=name)
                 own_tails = tails if name is None else []
+                if call.is_activated:  # its tails follow no blocks, and are in its own scope
+                    wanted += [Wanted(call.scope, row, (), 0, own_tails)] if own_tails else []
+                    own_tails = []
                 if chain or own_tails:
                     wanted.append(Wanted(scope, row, chain, self._pool.n_held(chain), own_tails))
         for kind in stored.recall(wanted, call.generation) if wanted else ():
@@ -161,11 +164,11 @@ class Planner:
     def _reach(self, call: Call, plan: Prefill, row: Row) -> tuple[list[Block], int]:
         """Return `BlockPool.reach` of a row in its namespace, or in `call.prefixes_from` if that reaches further."""
         shared = call.prefixes_from
-        own = self._pool.reach(self._blocks.planned(call, plan, row), row.ids, row.id_width)
+        own = self._pool.reach(self._blocks.planned(call, plan, row), row.plain_ids, row.id_width)
         if shared in (None, call.scope.namespace) or own[1] == row.n_valid:
             return own
         chain = self._blocks.planned(call, plan, row, shared)
-        return max(own, self._pool.reach(chain, row.ids, row.id_width), key=lambda reached: reached[1])
+        return max(own, self._pool.reach(chain, row.plain_ids, row.id_width), key=lambda reached: reached[1])
 
 
 def _is_apart(call: Call, row: Row) -> bool:

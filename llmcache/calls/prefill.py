@@ -82,7 +82,7 @@ class Blocks:
         if not plan.has_chains or row.start is None:  # gaps between tokens, or positions that are not consecutive
             return ()
         if (row.number, shared) not in plan.chains:
-            scope = call.scope if shared is None else replace(call.scope, namespace=shared)
+            scope = call.blocks_scope if shared is None else replace(call.blocks_scope, namespace=shared)
             plan.chains[row.number, shared] = self.chain(scope, row)
         return plan.chains[row.number, shared]
 

@@ -99,7 +99,7 @@ class Prefix(Path):
         """
         if not (self._planner.cuts and self._has_chains(call)) or call.is_collected or call.engine is not self._eager:
             return False
-        if call.mask_4d is not None or call.arguments.get("token_type_ids") is not None:
+        if call.is_activated or call.mask_4d is not None or call.arguments.get("token_type_ids") is not None:
             return False
         call.plan = plan = Prefill(None, True, numbers, hands_out=False)
         with self._counters.guard("look up a prefix"):
@@ -109,7 +109,8 @@ class Prefix(Path):
     def _has_chains(self, call: Call) -> bool:
         is_padding_known = call.causal.knows_padding or call.requests.valid is None
         is_known = is_padding_known and call.causal == self._causal
-        return is_known and not (call.is_activated or call.is_coupled or call.state.sees_later)
+        is_apart = call.is_activated and call.blocks_scope is call.scope
+        return is_known and not (is_apart or call.is_coupled or call.state.sees_later)
 
     def _new_cache(self, call: Call) -> DynamicCache | None:
         """Make a K/V cache like the trunk does if it is passed none; None: it makes another kind, or none was seen."""
@@ -146,7 +147,7 @@ class Prefix(Path):
             return row.n_valid
         if row.start is None or not row.n_valid:
             return 0
-        return self.blocks.pool.reach(self.blocks.chain(scope, row), row.ids, row.id_width)[1]
+        return self.blocks.pool.reach(self.blocks.chain(scope, row), row.plain_ids, row.id_width)[1]
 
     # -- answer --------------------------------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class Prefix(Path):
         plan, states = call.plan, last_states(output)
         kv_cache = plan.kv_cache if plan.windowed is None else plan.windowed
         is_growing = is_plain_cache(kv_cache) and {type(one).__name__ for one in kv_cache.layers} == {"DynamicLayer"}
-        if self._planner.cuts and plan.has_chains and states is not None and is_growing:
+        if self._planner.cuts and plan.has_chains and states is not None and is_growing and not call.is_activated:
             self._follower.begin(call, kv_cache, states[:, -self.blocks.size :], self._writer)
 
     # -- close ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache.models.arguments import DECIDING
 from llmcache.request.reading import Requests
@@ -48,16 +48,23 @@ class Prepared:
 class PreparedCalls:
     """The calls of one trunk that were looked up but not made yet. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapted: Callable[[], Sequence[nn.Module]]) -> None:
+        """Keep nothing yet; `adapted` returns PEFT's layers, see `Weights.adapted`."""
+        self._adapted = adapted
         self.kept: WeakValueDictionary[int, Prepared] = WeakValueDictionary()  # by identity of their input_ids
         self.is_on: ContextVar[bool] = ContextVar("llmcache_preparing", default=False)
 
     def look_up(self, run: Callable[[], object]) -> Call | Bypass | None:
         """Return the looked-up trunk call that `run` makes, without running the trunk; None if it makes none."""
+        before = [(layer, {*layer._forward_pre_hooks}) for layer in self._adapted()]
         try:
             with scoped(self.is_on, True):
                 run()
         except _LookedUp as prepared:
+            for layer, hooks in before:  # PEFT removes its own only after a forward that ends
+                for hook in layer._forward_pre_hooks.keys() - hooks:
+                    del layer._forward_pre_hooks[hook]
+                    layer._forward_pre_hooks_with_kwargs.pop(hook, None)
             return prepared.call
         return None
 

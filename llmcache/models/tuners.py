@@ -22,15 +22,17 @@ _BASES = ("base_layer", "original_module")  # what a layer wraps
 class Tuner:
     """A snapshot of one layer with adapters."""
 
-    def __init__(self, path: str, module: Any) -> None:
-        """Take the snapshot; names of the layer's tensors and facts begin with `path`."""
-        self.module = module
+    def __init__(self, path: str, module: Any, is_off: bool = False) -> None:
+        """Take the snapshot, with no adapter active if `is_off`; names of tensors and facts begin with `path`."""
+        self.path, self.module = path, module
         self.merged = str(getattr(module, "merged_adapters", None))
         self.tensors = tuple(id(tensor) for tensor in (*module.parameters(), *module.buffers()))
         held = _by_adapter(module)
         keys = {key for kept in held.values() for key in kept}
-        enabled = [] if module.disable_adapters else list(getattr(module, "active_adapters", ()))
-        active = [key for key in enabled if key in keys]
+        enabled = [] if is_off or module.disable_adapters else list(getattr(module, "active_adapters", ()))
+        self.active = active = [key for key in enabled if key in keys]
+        #: Whether it is what it wraps before the columns that an activated LoRA applies to.
+        self.is_activated = all(_is_activated(module, key) for key in active)
         idle = [f"{path}.{name}.{key}" for name, kept in held.items() for key in kept if key not in active]
         #: Prefixes of a digest's lines about inactive adapters, or about all adapters.
         self.left_out = (
@@ -49,6 +51,12 @@ class Tuner:
         used = {name: own for name, kept in dicts if (own := {key: kept[key] for key in active if key in kept})}
         #: Lines that replace those about all adapters.
         self.facts = [] if is_idle else [f"{path}: {describe(active)} {describe(used)}"]
+
+
+def _is_activated(module: Any, key: str) -> bool:
+    """Whether an adapter of a layer is an activated LoRA, and no adapter is merged into the layer."""
+    variant = getattr(module, "lora_variant", {}).get(key)
+    return type(variant).__name__ == "ALoraLinearVariant" and not module.merged_adapters
 
 
 def is_tuner(part: nn.Module) -> bool:

@@ -76,6 +76,8 @@ class Snapshot:
     settings: tuple[Any, ...]
     contents: tuple[Any, ...]  # of containers of settings, by value
     edits: int = 0  # seen before it, even momentary ones: between two snapshots with the same number there was none
+    #: Digest of the same weights with no adapter active; None if one is active that is no activated LoRA.
+    base: str | None = None
 
     def has_structure_of(self, other: "Snapshot") -> bool:
         """Whether all but settings and contents are equal."""
@@ -119,7 +121,7 @@ class Weights:
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
         self._suspects: set[int] = set()
         self._trained: list[Tensor] = []  # they hold gradients: an optimizer step may follow at any time
-        self._known: OrderedDict[Snapshot, tuple[str, str | None]] = OrderedDict()  # digest and refusal
+        self._known: OrderedDict[Snapshot, tuple[str, str | None, str | None]] = OrderedDict()  # digest, refusal, base
         self._state: tuple[Snapshot | None, str] = (None, "")
         self._surveyed: Snapshot | None = None  # the snapshot of the latest survey; a known state needs none
         self._refusal: str | None = None
@@ -158,7 +160,8 @@ class Weights:
             refusal = "training"
         if any(self._hooks):
             refusal = refusal or ("adapter_names" if are_by_row(self._hooks) else None)
-            offsets = activated(self._hooks)
+            if snapshot is None or snapshot.base != digest:  # else no adapter is active
+                offsets = activated(self._hooks)
         return Look(digest, snapshot if latest == digest else None, refusal, offsets, self._modules, not is_skipped)
 
     @property
@@ -214,6 +217,12 @@ class Weights:
         if any(map(_TRAINING, self._dropouts)):  # even if the model is not (Monte Carlo dropout)
             return "training"
         return "adapter_names" if are_by_row(self._hooks) else None
+
+    def adapted(self) -> list[nn.Module]:
+        """Return PEFT's layers, as they were when weights were last read; they are read now if they never were."""
+        if self._state[0] is None:
+            self.digest()
+        return [tuner.module for tuner in self._tuners]
 
     @property
     def activated(self) -> Sequence[int | None] | None:
@@ -296,7 +305,7 @@ class Weights:
             self._known.clear()
         snapshot = self.snapshot()
         if (known := self._known.get(snapshot)) is not None and not (suspects or self._samples.differ()):
-            digest, self._refusal = known
+            digest, self._refusal, snapshot.base = known
             self._set_state(snapshot, digest)
             return
         edited = self._samples.edited()
@@ -312,7 +321,8 @@ class Weights:
             self._known.clear()
         self._refusal = self._find_refusal()
         digest = self._no_digest() if self._refusal in _UNREADABLE else self._hash_what_changed(suspects)
-        self._known[snapshot], self._surveyed = (digest, self._refusal), snapshot
+        snapshot.base = self._base_of(digest) if self._refusal is None else None
+        self._known[snapshot], self._surveyed = (digest, self._refusal, snapshot.base), snapshot
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
         if self._state[0] is not None:
@@ -422,7 +432,7 @@ class Weights:
         except (NotImplementedError, RuntimeError, TypeError):  # of an unknown kind of tensor
             self._refusal = "unseen_weights"
             return self._no_digest()
-        return self._combine()
+        return self._combine(self._tuners, self._left_out)
 
     def _no_digest(self) -> str:
         """Return a unique digest, so that no saved or stored state matches these weights."""
@@ -455,16 +465,29 @@ class Weights:
         outer = self._found.wrapped.get(id(tensor))
         return tensor._version + (0 if outer is None else self._version_of(outer))
 
-    def _combine(self) -> str:
+    def _base_of(self, digest: str) -> str | None:
+        """Return the digest of these weights with no adapter active; see `Snapshot.base`."""
+        if not any(tuner.active for tuner in self._tuners):
+            return digest
+        if not all(tuner.is_activated for tuner in self._tuners):
+            return None
+        tuners = [Tuner(tuner.path, tuner.module, is_off=True) for tuner in self._tuners]
+        left_out = _shortest(chain.from_iterable(tuner.left_out for tuner in tuners))
+        kept = [tie.partition(": is ")[2] for tie in self._ties if not _has_prefix(tie, left_out)]
+        is_named_by_adapter = any(_has_prefix(f"{path}:", left_out) for path in kept)  # a tensor of the base
+        return None if is_named_by_adapter else self._combine(tuners, left_out)
+
+    def _combine(self, tuners: Sequence[Tuner], left_out: Sequence[str]) -> str:
+        """Return the digest, given PEFT's layers and the prefixes of lines that do not count."""
         tensors = [
             f"{path}:{tensor.dtype}:{tuple(tensor.shape)}:{self._hashed[id(tensor)][-1]}"
             for path, tensor in self._named
         ]
         lines = chain(tensors, self._found.facts, self._ties)
-        if self._tuners:
-            bases = sorted((tuner.base for tuner in self._tuners if tuner.base), key=len, reverse=True)
-            in_force = (without(line, bases) for line in lines if not _has_prefix(line, self._left_out))
-            lines = chain(in_force, *(tuner.facts for tuner in self._tuners))
+        if tuners:
+            bases = sorted((tuner.base for tuner in tuners if tuner.base), key=len, reverse=True)
+            in_force = (without(line, bases) for line in lines if not _has_prefix(line, left_out))
+            lines = chain(in_force, *(tuner.facts for tuner in tuners))
         return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

@@ -334,8 +334,10 @@ def read_rows(
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
+        activated_at = None
         if inputs.activated is not None:
-            _update(sha, b"activated", _activated(inputs.activated, number, valid, n_tokens))
+            activated_at = _activated_at(inputs.activated, number, valid, n_tokens)
+            _update(sha, b"activated", None if activated_at is None else [activated_at])
         starts_late = reads_first and keeps_padding and not (mask is None or mask[0])
         has_layout, layout = (reads_padding or starts_late) and n_valid < n_tokens, b""
         if has_layout:
@@ -345,7 +347,7 @@ def read_rows(
             _update_layout(whole, inputs, number, mask)
             layout = whole.digest()
         key = base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()  # as `key_of`
-        row = Row(number, key, own_short, valid, n_valid, start, "", has_layout, layout)
+        row = Row(number, key, own_short, valid, n_valid, start, "", has_layout, layout, activated_at=activated_at)
         if alike := seen.setdefault(key, []):
             _update(sha, b"again", [len(alike)])
             row.duplicate_key = key_of(sha.digest())
@@ -381,12 +383,12 @@ def _valid_positions(mask: NDArray[Any]) -> tuple[Positions, int]:
     return (slice(start, stop) if stop - start == len(where) else where), len(where)
 
 
-def _activated(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> list[int] | None:
-    """Return, in a list, the first valid token of a row that an activated LoRA applies to; None if there is none."""
+def _activated_at(offsets: Sequence[int | None], number: int, valid: Positions, length: int) -> int | None:
+    """Return the first valid token of a row that an activated LoRA applies to; None if there is none."""
     n_columns = offsets[number] if number < len(offsets) else None
     if not n_columns:
         return None
-    return [length - min(n_columns, length) - (valid.start if isinstance(valid, slice) else 0)]
+    return length - min(n_columns, length) - (valid.start if isinstance(valid, slice) else 0)
 
 
 def _row(values: NDArray[Any], number: int) -> Any:

@@ -68,12 +68,18 @@ class Row:
     same_as: int | None = None  # number of an earlier row of the call with the same `key`, columns and padding
     #: If an earlier row of the call has the same `key`: a key for its blocks, as kernels may round the two differently.
     duplicate_key: str = ""
+    activated_at: int | None = None  # number of tokens before those that an activated LoRA applies to, if there are any
 
     @property
     def first(self) -> int:
         """The column of its first valid token, if these are contiguous."""
         assert isinstance(self.valid, slice)
         return int(self.valid.start)
+
+    @property
+    def plain_ids(self) -> bytes:
+        """Its ids before those that an activated LoRA applies to."""
+        return self.ids if self.activated_at is None else self.ids[: max(0, self.activated_at) * self.id_width]
 
     @property
     def id_width(self) -> int:

@@ -56,6 +56,8 @@ class Call:
     causal: Causal  # what the trunk allows
     snapshot: Snapshot | None  # of the weights; None: they were not looked at
     scope: Scope
+    #: Of its blocks: that of the model with no adapter active, if an activated LoRA may share these with it.
+    blocks_scope: Scope
     kind: tuple[Any, ...]  # digest of the weights, autocast dtype and `CallSignature.kind`: decides the output's layout
     engine: Engine  # computes the rows without a hit
     requests: Requests

@@ -1,7 +1,8 @@
 """PEFT's adapters, put on, switched, merged and swapped under a wrapped model: no answer comes from other weights."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ LINEAR = ["query", "value"]
 IDS = X["input_ids"][0, :3].tolist()
 
 
-def wrap(model: nn.Module) -> LLMCache:
-    return LLMCache.wrap(model, auto_bypass=False)
+def wrap(model: nn.Module, **settings: Any) -> LLMCache:
+    return LLMCache.wrap(model, auto_bypass=False, **settings)
 
 
 def lora(**more: Any) -> LoraConfig:
@@ -298,10 +299,11 @@ def test_an_adapter_for_each_row() -> None:
 INVOKED = [7, 8]
 
 
-def activated(**more: Any) -> Any:
-    """A decoder whose adapter is active from the invocation tokens on."""
+def activated(*others: str, **more: Any) -> Any:
+    """A decoder whose adapters `north` and `others` are active from the invocation tokens on."""
     return tuned(
         "north",
+        *others,
         make=GENERATORS["llama"],
         target_modules=["q_proj", "v_proj"],
         task_type="CAUSAL_LM",
@@ -338,12 +340,12 @@ def test_what_an_activated_lora_begins_with() -> None:
     for end in (prompt(2, 3, seed=4), prompt(2, 3, seed=4, times=0)):
         check(cache, cache.model, input_ids=torch.cat([begin, end], dim=1))
     ids = prompt(17, 16, seed=2)
-    for n in (None, 5, 12, 30, 35):
-        check(cache, cache.model, hits=1, input_ids=ids, alora_offsets=[n])
+    for n, hits in ((None, 1), (5, 2), (12, 2), (30, 1), (35, 1)):  # a known block before the offset is a hit as well
+        check(cache, cache.model, hits=hits, input_ids=ids, alora_offsets=[n])
     cache.model.peft_config["north"].alora_invocation_tokens = ids[0, 3:5].tolist()
     check(cache, cache.model, input_ids=ids)
     with cache.model.disable_adapter():
-        check(cache, cache.model, hits=1, input_ids=ids)
+        check(cache, cache.model, hits=2, input_ids=ids)
 
 
 def test_an_activated_lora_generates() -> None:
@@ -355,4 +357,78 @@ def test_an_activated_lora_generates() -> None:
             expected = cache.model.generate(input_ids=text, **settings)
         for _ in range(2):
             assert torch.equal(cache.model.generate(input_ids=text, **settings), expected)
-    assert cache.stats().n_hits == 2
+    assert (cache.stats().n_hits, cache.stats().errors) == (3, 0)  # the second begins like the first
+
+
+def n_served(cache: LLMCache, adapter: str, *pieces: Tensor) -> int:
+    """Ask with one adapter, or with none (`base`), and check the answer; return how many tokens a prefix served."""
+    cache.model.set_adapter("north" if adapter == "base" else adapter)
+    with cache.model.disable_adapter() if adapter == "base" else nullcontext():
+        with cache.disabled():
+            expected = ask(cache.model, input_ids=torch.cat(pieces, dim=1))
+        check_same(ask(cache.model, input_ids=torch.cat(pieces, dim=1)), expected)
+    return cache.last[0].n_prefix
+
+
+BEGIN, INVOCATION = prompt(40, 0, times=0), torch.tensor([INVOKED])
+
+
+@pytest.mark.parametrize("order", [*permutations(["base", "north", "south"])])
+def test_what_precedes_an_invocation_is_shared_with_the_base_model(order: tuple[str, ...]) -> None:
+    """The tokens before an invocation serve the base model and all activated LoRAs, whoever computes them first."""
+    cache = wrap(activated("south"))
+    ends = {"base": tokens(1, 5, 8), "north": INVOCATION, "south": torch.cat([INVOCATION, tokens(1, 6, 9)], dim=1)}
+    for number, adapter in enumerate(order):
+        n_shared = 40 if "base" in order[:number] else 32  # an activated LoRA leaves whole blocks alone
+        assert n_served(cache, adapter, BEGIN, ends[adapter]) == (n_shared if number else 0)
+    assert cache.stats().errors == 0
+
+
+def test_what_an_activated_lora_computes_after_its_invocation_serves_no_other() -> None:
+    """Tokens from the invocation on come from the adapter's own prompt alone, and none reach the base model."""
+    cache, end = wrap(activated("south")), torch.cat([INVOCATION, tokens(1, 20, 9)], dim=1)
+    assert [n_served(cache, adapter, BEGIN, end) for adapter in ("north", "south", "base", "north")] == [0, 32, 32, 0]
+    assert cache.last[0].rung == "exact"
+    assert n_served(cache, "south", BEGIN, end, tokens(1, 1)) == 40  # the base knows more, but not as this adapter's
+    assert n_served(cache, "base", BEGIN, end, tokens(1, 1)) == 62  # all: for it, they are tokens like others
+    early = [prompt(9, 0, times=0), INVOCATION, tokens(1, 30, 3)]
+    assert [n_served(cache, adapter, *early) for adapter in ("north", "base", "south")] == [0, 0, 0]
+
+
+def test_without_its_invocation_an_activated_lora_is_the_base_model() -> None:
+    """A prompt without invocation tokens shares all of its tokens with the base model."""
+    cache = wrap(activated())
+    assert n_served(cache, "base", BEGIN) == 0 and n_served(cache, "north", BEGIN) == 39
+    assert n_served(cache, "north", BEGIN.flip(1)) == 0 and n_served(cache, "base", BEGIN.flip(1)) == 32
+
+
+def test_no_other_adapter_beside_an_activated_lora_is_taken_for_the_base() -> None:
+    """Beside an adapter that applies to every token, nothing is shared with the base model."""
+    cache = wrap(activated())
+    cache.model.add_adapter("south", lora(target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    assert n_served(cache, "base", BEGIN, tokens(1, 4)) == 0
+    cache.model.base_model.set_adapter(["north", "south"])
+    check(cache, cache.model, input_ids=torch.cat([BEGIN, INVOCATION], dim=1))
+    assert cache.last[0].rung == "exact" and cache.stats().hits == {"exact": 1}
+
+
+def test_a_store_holds_what_precedes_an_invocation_for_the_base_model(tmp_path: Path) -> None:
+    """Another process has the shared blocks and the adapter's own prompts from a store, until they are forgotten."""
+    text = torch.cat([BEGIN, INVOCATION], dim=1)
+    served = []
+    for adapter, ids in [("north", text), ("base", BEGIN), ("north", text), ("base", BEGIN.flip(1)), ("base", BEGIN)]:
+        with wrap(activated(), store={"name": "disk", "folder": str(tmp_path)}) as cache:
+            served.append((n_served(cache, adapter, ids), cache.last[0].rung))
+            if len(served) == 4:
+                cache.model.set_adapter("north")
+                cache.forget(input_ids=text)
+    assert served == [(0, None), (32, "prefix"), (0, "exact"), (0, None), (0, None)]
+
+
+def test_a_call_that_is_only_looked_up_leaves_no_hooks_of_its_adapters() -> None:
+    """`explain` and `forget` end a forward before PEFT removes its hooks: calls after them are served as before."""
+    cache, text = wrap(activated()), prompt(18, 3)
+    assert cache.explain(input_ids=text)[0].outcome.missed == "new"
+    cache.forget(input_ids=text)
+    check(cache, cache.model, hits=1, input_ids=text)
+    assert "adapter_names" not in cache.stats().bypassed

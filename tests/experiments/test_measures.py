@@ -22,6 +22,7 @@ from experiments.measures.over_http.servers import free_port, is_ready
 from experiments.measures.over_http.traffic import texts_of
 from experiments.measures.policies import BEST
 from experiments.measures.ray_replicas import PHASES
+from experiments.methods.base import COMPUTED
 from experiments.metrics.frontier import curves
 from experiments.models.loading import encode
 from experiments.report.pictures import PICTURES, draw_all
@@ -293,6 +294,12 @@ def parity(rows: Rows, metrics: Any) -> None:
     assert metrics["max_bytes"] / 4 < metrics["most_bytes"] <= metrics["max_bytes"] and len(metrics["memory"]) == 10
 
 
+def parity_of_batches(rows: Rows, metrics: Any) -> None:
+    assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (40, 0, 0, 0)
+    assert metrics["n_prompts"] < 40 and metrics["n_first_tokens"] > 10 and 0 < metrics["logprob_difference"] < 1e-4
+    assert {row["served"] for row in rows} == {"prefix", COMPUTED} and metrics["share_reused"] > 0.4
+
+
 def lm_eval(rows: Rows, metrics: Any) -> None:
     assert (metrics["acc_cached"], metrics["acc_norm_cached"]) == (metrics["acc_plain"], metrics["acc_norm_plain"])
     assert metrics["logprob_difference"] < 1e-4 and (metrics["requests"], metrics["errors"]) == (12, 0)
@@ -321,10 +328,12 @@ def commands(rows: Rows, metrics: Any) -> None:
     assert metrics["summary"] == [*rows, {"command": "all", "seconds": sum(row["seconds"] for row in rows)}]
 
 
+BATCHES = ("parity, of batches", "parity, padded on the right", "parity, without position ids")
 CHECKS: dict[str, Callable[[Rows, Any], None]] = {
     **{name: globals()[name] for name in MEASURES},
     "set_rates, of repeats": set_rates,
     "bound, in an order": bound,
+    **dict.fromkeys(BATCHES, parity_of_batches),
     "prefix, of unshared prompts": unshared,
 }
 
@@ -422,3 +431,7 @@ def test_wrong_tokens_are_seen(models: Folders, monkeypatch: pytest.MonkeyPatch)
     assert figures["n_same"] == sum(row["is_same"] for row in done.rows[16:]) < 16 and not figures["is_same"]
     done = measured({"measure": "parity", **SETTINGS["parity"]}, models)
     assert done.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in done.rows) > 3
+    monkeypatch.setattr("llmcache.calls.tree.fill", lie)
+    for name in BATCHES:
+        done = measured({"measure": "parity", **SETTINGS[name]}, models)
+        assert done.metrics["n_wrong"] > 3 and done.metrics["logprob_difference"] > 0.1

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ def test_prompts_share_what_they_are_said_to() -> None:
     asked = drawn(name="system_prompt", n=30, systems=2, system=48, shortest=3, longest=20)
     assert {n_common(*pair) for pair in itertools.combinations(asked, 2)} == {0, 48}
     assert {51, 68} >= {min(map(len, asked)), max(map(len, asked))} and sum(known_tokens(asked)) == 28 * 48
+    mixed = drawn(name="mixed", n=200, systems=2, system=48, shortest=3, longest=20, new=0.3, repeated=0.2)
+    kinds = Counter(
+        "repeated" if one == before else "new" if len(one) <= 20 else "asked"
+        for before, one in itertools.pairwise(mixed)
+    )
+    assert 20 < kinds["repeated"] < 60 < kinds["asked"] and 30 < kinds["new"] < 90
     alone = drawn(name="nothing_shared", n=50, length=40)
     assert len({tuple(prompt[:BLOCK]) for prompt in alone}) == 50 and {len(prompt) for prompt in alone} == {40}
 

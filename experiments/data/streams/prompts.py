@@ -6,6 +6,7 @@
 | `chat` | conversations of several turns, a few interleaved: the whole history and a new question |
 | `chat_window` | the same with fixed length: each prompt keeps the beginning of the previous one and ends anew |
 | `system_prompt` | each user's own question after one system prompt, or after one of a few |
+| `mixed` | as `system_prompt`, but some prompts are a question alone, and some repeat the one before |
 | `nothing_shared` | no two prompts share a prefix: nothing can be saved |
 
 A block of 512 tokens in Mooncake's trace becomes a piece of 16 tokens, the same for each occurrence of the block;
@@ -148,6 +149,22 @@ class SystemPrompt(StreamSettings):
         return [rng.choice(systems) + pieces.take(rng.choice(lengths)) for _ in range(self.n)]
 
 
+class Mixed(SystemPrompt):
+    name: Literal["mixed"]
+    new: float = Field(default=0.25, ge=0.0, le=1.0)  # share of prompts that are a question alone
+    repeated: float = Field(default=0.1, ge=0.0, le=1.0)  # share of prompts that are equal to the one before
+
+    def draw(self, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+        rng, prompts = random.Random(seed + 1), super().draw(pieces, folders, seed)
+        for number in range(1, self.n):
+            chosen = rng.random()
+            if chosen < self.repeated:
+                prompts[number] = prompts[number - 1]
+            elif chosen < self.repeated + self.new:
+                prompts[number] = prompts[number][self.system :]
+        return prompts
+
+
 class Unshared(StreamSettings):
     name: Literal["nothing_shared"]
     length: int = Field(default=512, ge=2)  # tokens of a prompt
@@ -188,6 +205,7 @@ STREAMS: Mapping[str, type[StreamSettings]] = {
     "chat": Chat,
     "chat_window": Window,
     "system_prompt": SystemPrompt,
+    "mixed": Mixed,
     "nothing_shared": Unshared,
 }
 

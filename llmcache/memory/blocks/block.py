@@ -93,16 +93,16 @@ class Block:
 def links(scope: Scope, row: Row, size: int, start: int) -> tuple[Link, ...]:
     """Return the keys and tokens of a request's full blocks, first to last, without an incomplete last block.
 
-    `start` is the position of the first token in the blocks.
+    Tokens that an activated LoRA applies to are left out. `start` is the position of the first token in the blocks.
 
     Two requests have the same first n links if and only if they have the same root (scope, block size, first position)
     and the same first n * size tokens.
     """
     key = hashlib.sha256(f"{start}:{size}:".encode() + scope.key).digest()
-    width = row.id_width * size
+    all_ids, width = row.plain_ids, row.id_width * size
     chain = []
-    for begin in range(0, len(row.ids) - width + 1, width):
-        ids = row.ids[begin : begin + width]
+    for begin in range(0, len(all_ids) - width + 1, width):
+        ids = all_ids[begin : begin + width]
         key = hashlib.sha256(key + ids).digest()
         chain.append(Link(key_of(key), ids))
     return tuple(chain)
