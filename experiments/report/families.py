@@ -35,8 +35,7 @@ turn after each answer: plainly, then with the cache. The columns say how many t
 - *alone*: with one prompt a call;
 - *in batches*: with {rows} padded prompts a call;
 - *next turn*: of {n_turned} tokens, where each prompt goes on with its answer and {n_more} new tokens, alone. The last
-  token of an answer was not run, so at most {n_known} are known. With blocks, no answer is kept of a K/V cache that
-  keeps windows.
+  token of an answer was not run, so at most {n_known} are known.
 
 *From*: prompts are served from *blocks* of K/V, as far as they agree with earlier ones, or from *copies* of K/V caches
 that cannot be cut ([states](prefix.md#states)): a copy serves what continues it. So with copies, what prompts share was

@@ -26,7 +26,7 @@ from llmcache.support.arrays import Positions
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The last columns of a layer's K/V (1, H, n, D_h)."""
+    """Some columns of a layer's K/V (1, H, n, D_h)."""
 
     keys: Tensor
     values: Tensor
@@ -35,7 +35,7 @@ class _Layer:
 class BlockWriter:
     """Stores rows of one wrapped decoder in blocks. Thread-safe.
 
-    A `Writer` for K/V caches of plain layers.
+    A `Writer` for K/V caches of layers that keep all columns, or a window of the last.
     """
 
     joins = True
@@ -81,6 +81,8 @@ class BlockWriter:
     def write(self, followed: Followed, is_all: bool) -> int:
         """Store the blocks of generated tokens; see `Writer`. The end of an answer has a key of its own."""
         call, row, size, n_tokens = followed.call, followed.row, self.size, followed.n_tokens
+        if not _has_columns(followed, followed.n_kept // size * size):
+            return n_tokens
         followed.states = [torch.cat(followed.states)]
         grown = replace(row, ids=followed.ids, n_valid=n_tokens)
         chain, made = [*self._blocks.chain(call.scope, grown)], dict[str, Block]()
@@ -101,11 +103,12 @@ class BlockWriter:
 
     def detach(self, followed: Followed) -> None:
         """Copy the columns of a row that are in no full block, in place of its K/V cache."""
-        end = followed.column + followed.n_tokens
-        followed.first = followed.column + followed.n_kept // self.size * self.size
-        kept = slice(followed.place, followed.place + 1), slice(None), slice(followed.first, end)
-        followed.layers = [_Layer(one.keys[kept].clone(), one.values[kept].clone()) for one in followed.layers]
-        followed.seen, followed.place = followed.layers[-1].keys, 0
+        begin = followed.n_kept // self.size * self.size
+        if _has_columns(followed, begin):
+            views = _columns(followed, begin, followed.n_tokens)
+            followed.layers = [_Layer(one.keys.clone(), one.values.clone()) for one in views]
+            followed.n_columns, followed.place = followed.column + followed.n_tokens, 0
+            followed.seen = followed.layers[-1].keys
 
     def _put(self, call: Call, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
@@ -163,9 +166,9 @@ class BlockWriter:
 
     def _copy_followed(self, followed: Followed, begin: int, end: int) -> Slab:
         """Copy tokens from `begin` to before `end`, with keys at the positions of blocks."""
-        (states,), first = followed.states, followed.column - followed.first
+        (states,) = followed.states
         own = states[begin - followed.n_tokens : len(states) + end - followed.n_tokens]
-        slab = self._copy(followed.layers, followed.place, slice(first + begin, first + end), own)
+        slab = self._copy(_columns(followed, begin, end), 0, slice(None), own)
         return self._blocks.rotate(slab, -self._blocks.offset(followed.row))
 
     def _copy(self, layers: Sequence[Any], place: int, columns: Positions, states: Tensor) -> Slab:
@@ -174,3 +177,23 @@ class BlockWriter:
             only = slice(place, place + 1)
             keys, values = (torch.cat([getattr(one, name)[only, :, columns] for one in layers]) for name in NAMES[:2])
             return Slab(*(one.to(self._pool.device) for one in (keys, values, states[None].clone())))
+
+
+def _first(followed: Followed, layer: Any) -> int:
+    """Return where a row's first token stands among the columns that a layer keeps; a window has left it: negative."""
+    return followed.column - (followed.n_columns - int(layer.keys.shape[2]))
+
+
+def _has_columns(followed: Followed, begin: int) -> bool:
+    """Whether all layers keep a row's tokens from `begin` on."""
+    return all(_first(followed, layer) + begin >= 0 for layer in followed.layers)
+
+
+def _columns(followed: Followed, begin: int, end: int) -> list[_Layer]:
+    """Return views of the K/V of a row's tokens from `begin` to before `end`, by layer."""
+    only, views = slice(followed.place, followed.place + 1), []
+    for layer in followed.layers:
+        first = _first(followed, layer)
+        where = only, slice(None), slice(first + begin, first + end)
+        views.append(_Layer(layer.keys[where], layer.values[where]))
+    return views

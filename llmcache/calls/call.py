@@ -226,30 +226,27 @@ class Rows(Path):
         return made
 
     def _compute(self, call: Call, numbers: Sequence[int]) -> Any:
-        """Compute rows of a call, given by number."""
+        """Compute rows of a call, given by number: of a causal model together, where they share beginnings."""
         started, call.computed = perf_counter(), {number: place for place, number in enumerate(numbers)}
-        if self._forward.prefix is not None and self._share_beginnings(call, self._forward.prefix):
-            call.computing_s = perf_counter() - started
-            return call.output
-        args, kwargs, arguments = call.args, call.kwargs, self._forward.arguments
-        if len(numbers) < len(call.rows):
-            index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
-            args, kwargs = arguments.replace(args, kwargs, take_rows(call.arguments, index))
-        if self._forward.signatures.keeps_no_kv:
-            args, kwargs = arguments.replace(args, kwargs, {"use_cache": False})
-        call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
+        prefix, call.beginnings, failure = self._forward.prefix, None, None
+        if prefix is not None and prefix.share(call, [*call.computed]):
+            try:
+                call.output, call.beginnings = prefix.answer(call), prefix
+            except Exception as error:
+                failure = error
+        if call.beginnings is None:
+            args, kwargs, arguments = call.args, call.kwargs, self._forward.arguments
+            if len(numbers) < len(call.rows):
+                index = torch.tensor(numbers, device=call.arguments["input_ids"].device)
+                args, kwargs = arguments.replace(args, kwargs, take_rows(call.arguments, index))
+            if self._forward.signatures.keeps_no_kv:
+                args, kwargs = arguments.replace(args, kwargs, {"use_cache": False})
+            # An error of the model is raised again here.
+            call.output = call.engine.run(args, kwargs, [call.rows[number] for number in numbers])
+        if failure is not None:
+            self._counters.error("share beginnings", failure)
         call.computing_s = perf_counter() - started
         return call.output
-
-    def _share_beginnings(self, call: Call, prefix: Prefix) -> bool:
-        """Compute rows of a causal model together, where they share beginnings; return False if that does not pay."""
-        if not prefix.share(call, [*call.computed]):
-            return False
-        try:
-            call.output, call.beginnings = prefix.answer(call), prefix
-        except Exception as error:  # if it is the model's, the plain run raises it again
-            self._counters.error("share beginnings", error)
-        return call.beginnings is not None
 
     def store(self, call: Call, output: Any) -> str | None:
         n_tokens = call.arguments["input_ids"].shape[1]

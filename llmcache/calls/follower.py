@@ -52,7 +52,7 @@ class Followed:
     writer: "Writer"
     layers: Sequence[Any]  # of the K/V cache, or copies of its last columns
     seen: Tensor | None  # `_last_keys(layers)` after the last step
-    n_columns: int  # of the K/V cache after the last step
+    n_columns: int  # of the K/V cache after the last step, those included that windows have left; `layers` end there
     place: int  # its row there
     column: int  # of its first token there
     ids: bytes  # of the prompt and of steps that were checked, packed as the prompt's
@@ -60,7 +60,6 @@ class Followed:
     n_tokens: int  # of the prompt and of all steps
     n_kept: int  # of these that are stored, or will never be
     own: Mapping[str, Any] = field(default_factory=dict)  # `own_of` the K/V cache after the last step
-    first: int = 0  # column that `layers` begin with
     steps: list[_Step] = field(default_factory=list)  # that were not checked yet
     is_under_way: bool = False  # a step began and did not end
 

@@ -159,12 +159,12 @@ class Prefix(Path):
         started, chunks, plan = perf_counter(), self._chunks.get(), call.plan
         try:
             output = self._runner.answer(call, plan)
-        except Exception as error:  # if it is the model's, the second run below raises it again
+        except Exception as error:
             if not (plan.is_served and plan.hands_out) or (chunks is not None and chunks.error is error):
                 raise
             plan.drop()
+            output = self._runner.answer(call, plan)  # an error of the model is raised again here
             self._counters.error("serve a prefix", error)
-            output = self._runner.answer(call, plan)
         finally:
             call.computing_s = perf_counter() - started
         return self._runner.hand_over(plan, output)
@@ -201,7 +201,8 @@ class Prefix(Path):
     def follow(self, call: Call, output: Any) -> None:
         plan, states = call.plan, last_states(output)
         kv_cache = plan.kv_cache if plan.windowed is None else plan.windowed
-        is_growing = is_plain_cache(kv_cache) and {type(one).__name__ for one in kv_cache.layers} == {"DynamicLayer"}
+        is_plain = is_plain_cache(kv_cache) and {type(one).__name__ for one in kv_cache.layers} == {"DynamicLayer"}
+        is_growing = is_plain or keeps_windows(kv_cache)
         if self._planner.cuts and plan.has_chains and states is not None and is_growing and not call.is_activated:
             self._follower.begin(call, kv_cache, states[:, -self.blocks.size :], self._writer)
 

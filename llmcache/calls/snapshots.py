@@ -122,13 +122,14 @@ class Snapshots(Path):
         started, plan = perf_counter(), call.plan
         try:
             return self._serve(call, plan)
-        except Exception as error:  # if it is the model's, the second run raises it again
+        except Exception as error:
             if plan.entry is None:
                 raise
             plan.entry = None
             vars(plan.kv_cache).update(vars(self._new_cache()))
+            output = self._serve(call, plan)  # an error of the model is raised again here
             self._wrapped.counters.error("serve a prefix", error)
-            return self._serve(call, plan)
+            return output
         finally:
             call.computing_s = perf_counter() - started
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -12,7 +13,7 @@ from llmcache import LLMCache
 from llmcache.generation import Sampling, stream
 from llmcache.generation.batch import Batch
 from tests.prefix.prompts import BLOCK, close, plainly, run, wrapped
-from tests.tiny_models import batch, tokens
+from tests.tiny_models import DECODER, batch, tokens
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
 
@@ -41,6 +42,17 @@ def test_a_turn_computes_its_new_tokens_alone(llama: Any, n_rows: int) -> None:
     assert all(map(torch.equal, found, expected))
     assert served == [{0}, {14}, {28}]  # all but the last token, which was not run
     assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize(("window", "n_known"), [(9, 14), (4, 6)])  # a window of 4 does not hold a block of the answer
+def test_a_turn_is_kept_while_windows_leave_its_beginning(window: int, n_known: int) -> None:
+    model: Any = tf.MistralForCausalLM(tf.MistralConfig(**DECODER, sliding_window=window)).eval()
+    whole = torch.cat([generate(model, asked(tokens(1, 6))), tokens(1, 5, seed=1)], dim=1)
+    expected = generate(model, asked(whole))
+    with wrapped(model) as cache:
+        generate(model, asked(tokens(1, 6)))
+        assert torch.equal(generate(model, asked(whole)), expected)
+        assert (cache.last[0].n_prefix, cache.stats().errors) == (n_known, 0)
 
 
 def test_rows_with_padding_keep_their_turns(llama: Any) -> None:
