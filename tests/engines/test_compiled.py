@@ -12,7 +12,7 @@ from transformers import BertConfig
 
 from llmcache import ConfigError, LLMCache, WrapError
 from llmcache.engines.compiled import make_buckets
-from llmcache.models import causal
+from llmcache.models import causal, causal_trial
 from tests.contract.models import fresh, plain
 from tests.engines.support import agree, figures
 from tests.tiny_models import batch, padded, tokens
@@ -187,7 +187,7 @@ def test_refusals_tell_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.model.encoder.layer[0].attention.forward = lambda *given: given
     with pytest.raises(ConfigError, match="was replaced"):
         cache.compile()
-    monkeypatch.setattr(causal, "look_at", lambda trunk: causal.UNTRIED)  # padding is unknown
+    monkeypatch.setattr(causal_trial, "look_at", lambda trunk: causal.UNTRIED)  # padding is unknown
     with pytest.raises(ConfigError, match="register an adapter"):
         LLMCache.wrap(fresh("megatron", "bare")).compile()
     assert cache.stats().engine is None

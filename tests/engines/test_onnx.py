@@ -13,7 +13,7 @@ from torch import nn
 
 from llmcache import CacheConfig, CalibrationError, ConfigError, LLMCache, WrapError
 from llmcache.engines import onnx
-from llmcache.models import causal
+from llmcache.models import causal, causal_trial
 from tests.contract.models import fresh, plain
 from tests.contract.streams import ask, batched, classifier, requests
 from tests.contract.test_heads import Around
@@ -139,7 +139,7 @@ def test_a_model_without_a_graph_runs_eagerly_with_one_warning(
     elif trouble == "half":
         model.bfloat16()
     elif trouble == "unknown family":  # whose padding a trial does not show
-        monkeypatch.setattr(causal, "look_at", lambda trunk: causal.UNTRIED)
+        monkeypatch.setattr(causal_trial, "look_at", lambda trunk: causal.UNTRIED)
     elif trouble == "export":
         monkeypatch.setattr(onnx, "_export", fail("no such operator"))
     elif trouble == "output":
