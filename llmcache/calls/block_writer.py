@@ -81,7 +81,8 @@ class BlockWriter:
     def write(self, followed: Followed, is_all: bool) -> int:
         """Store the blocks of generated tokens; see `Writer`. The end of an answer has a key of its own."""
         call, row, size, n_tokens = followed.call, followed.row, self.size, followed.n_tokens
-        if not _has_columns(followed, followed.n_kept // size * size):
+        is_current = self._pool.purges.is_current(call.scope.namespace, row.key, call.generation)
+        if not (is_current and _has_columns(followed, followed.n_kept // size * size)):
             return n_tokens
         followed.states = [torch.cat(followed.states)]
         grown = replace(row, ids=followed.ids, n_valid=n_tokens)
@@ -108,7 +109,7 @@ class BlockWriter:
             views = _columns(followed, begin, followed.n_tokens)
             followed.layers = [_Layer(one.keys.clone(), one.values.clone()) for one in views]
             followed.n_columns, followed.place = followed.column + followed.n_tokens, 0
-            followed.seen = followed.layers[-1].keys
+            followed.look()
 
     def _put(self, call: Call, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Put blocks of a chain into the pool and queue new ones for the store; return whether all are held."""
@@ -118,7 +119,9 @@ class BlockWriter:
             kinds = self._blocks.kinds
             kind = kinds.describe(call.kind) if kinds.knows(call.kind) else None
             for before, link in zip([None, *(link.key for link in chain)], chain, strict=False):
-                if link.key in made and link.key not in known:
+                # No other process looks for the end of an answer.
+                is_looked_for = link.key in made and (made[link.key].is_tail or made[link.key].n_tokens == self.size)
+                if is_looked_for and link.key not in known:
                     stored.put(call, link.key, made[link.key], before, kind)
         return is_whole
 

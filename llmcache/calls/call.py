@@ -415,7 +415,7 @@ class CachedForward(Swap, ContextFlags):
             return self.original(*call.args, **call.kwargs)
         arguments = self.arguments.bind(call.args, call.kwargs)
         with self._counters.guard("follow a K/V cache"):
-            if call.reason == "decode":
+            if call.reason == "decode" and self._weights.activated is None:
                 self.follower.check(arguments.get(CACHE), self.signatures.computes_alike)
             else:
                 self.follower.drop(arguments.get(CACHE))

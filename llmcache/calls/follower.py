@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize
 
@@ -24,11 +25,11 @@ from llmcache.calls.kv_fill import last_states
 from llmcache.models.adapters import CACHE
 from llmcache.models.kv_state import own_of
 from llmcache.request.call_signatures import TrunkState
-from llmcache.request.rows import Row
+from llmcache.request.rows import Row, Scope
 from llmcache.reuse.call import Call
 from llmcache.support.threads import forkable
 
-_OF_STEP = {
+_STEP_ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "cache_position", "return_dict"),
     "logits_to_keep",
 }
@@ -51,7 +52,7 @@ class Followed:
     row: Row  # the prompt
     writer: "Writer"
     layers: Sequence[Any]  # of the K/V cache, or copies of its last columns
-    seen: Tensor | None  # `_last_keys(layers)` after the last step
+    seen: "_Kept"  # of the layers after the last step; nothing while a step runs, which would hold K/V twice
     n_columns: int  # of the K/V cache after the last step, those included that windows have left; `layers` end there
     place: int  # its row there
     column: int  # of its first token there
@@ -68,8 +69,16 @@ class Followed:
         return len(self.ids) // self.row.id_width
 
     def is_as_seen(self) -> bool:
-        """Whether nothing changed the layers since the last step: what crops, reorders or resets them replaces keys."""
-        return not self.is_under_way and _last_keys(self.layers) is self.seen
+        """Whether nothing has changed the K/V since the last step.
+
+        What crops, reorders or resets it replaces tensors. An edit in place of a tensor that was made in inference mode
+        goes unseen.
+        """
+        return not self.is_under_way and _kept(self.layers).is_same_as(self.seen)
+
+    def look(self) -> None:
+        """Take the layers as they are for those after the last step."""
+        self.seen = _kept(self.layers)
 
     def check_steps(self) -> bool:
         """Take over ids and states of the steps if masks and positions are those of consecutive tokens; else False."""
@@ -101,6 +110,20 @@ class Followed:
         return torch.equal(shown, wanted)
 
 
+class _Kept(NamedTuple):
+    """Keys and values of all layers that have some, and how often each was edited in place."""
+
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+
+    def is_same_as(self, other: "_Kept") -> bool:
+        is_same = len(self.tensors) == len(other.tensors) and all(map(is_, self.tensors, other.tensors))
+        return is_same and self.versions == other.versions
+
+
+_NOTHING = _Kept((), ())
+
+
 class Writer(Protocol):
     """Stores generated tokens. Called by one thread at a time."""
 
@@ -127,7 +150,7 @@ class Follower:
     def begin(self, call: Call, kv_cache: Any, states: Tensor, writer: Writer) -> None:
         """Follow a K/V cache that stored prompts have filled; `states` (B, m, D) are those of its last columns."""
         layers, n_columns = kv_cache.layers, kv_cache.get_seq_length()
-        if (seen := _last_keys(layers)) is None:
+        if not (seen := _kept(layers)).tensors:
             return
         light, rows = call.without_arguments(), dict[int, Followed]()
         for row in call.rows:
@@ -139,7 +162,7 @@ class Follower:
 
     def join(self, kv_cache: Any, sources: Sequence[tuple[Any, int]]) -> None:
         """Follow a K/V cache into which rows of others were copied, each from its first token on, in this order."""
-        rows, seen, n_columns = dict[int, Followed](), _last_keys(kv_cache.layers), kv_cache.get_seq_length()
+        rows, seen, n_columns = dict[int, Followed](), _kept(kv_cache.layers), kv_cache.get_seq_length()
         with self._lock:
             for place, (source, number) in enumerate(sources):
                 one = self._of(source).pop(number, None)
@@ -149,7 +172,7 @@ class Follower:
                     rows[place] = one
         self._follow(kv_cache, rows)
 
-    def check(self, kv_cache: Any, computes_alike: Callable[[TrunkState, str, str], bool]) -> None:
+    def check(self, kv_cache: Any, computes_alike: Callable[[TrunkState, Scope, str], bool]) -> None:
         """Before a step, stop following a K/V cache that was changed, or if the trunk does not compute as it did.
 
         `computes_alike`: see `CallSignatures`.
@@ -158,10 +181,10 @@ class Follower:
             rows = self._of(kv_cache)
             for one in rows.values():
                 of, device = one.call, one.states[0].device.type
-                if not (one.is_as_seen() and computes_alike(of.state, of.scope.dtype, device)):
-                    rows.clear()
+                if not (one.is_as_seen() and computes_alike(of.state, of.scope, device)):
+                    _let_go(rows)
                     break
-                one.is_under_way = True
+                one.is_under_way, one.seen = True, _NOTHING
 
     def grow(self, arguments: Mapping[str, Any], output: Any) -> None:
         """Record a decode step, given its arguments by name, and write the blocks that it completes."""
@@ -169,10 +192,10 @@ class Follower:
         if not (rows := self._of(kv_cache)):
             return
         ids, states, mask = arguments["input_ids"].clone(), last_states(output), arguments.get("attention_mask")
-        seen, n_columns, n_new = _last_keys(kv_cache.layers), kv_cache.get_seq_length(), ids.shape[1]
+        seen, n_columns, n_new = _kept(kv_cache.layers), kv_cache.get_seq_length(), ids.shape[1]
         has_grown = n_columns == next(iter(rows.values())).n_columns + n_new
         if states is None or not (has_grown and len(states) == len(ids) and _is_plain(arguments)):
-            rows.clear()
+            self.drop(kv_cache)
             return
         if (positions := arguments.get("position_ids")) is None:  # trunks then count columns
             positions = torch.arange(n_columns - n_new, n_columns, device=ids.device)[None]
@@ -206,17 +229,21 @@ class Follower:
     def drop(self, kv_cache: Any) -> None:
         """Stop following a K/V cache."""
         with self._lock:
-            self._of(kv_cache).clear()
+            _let_go(self._of(kv_cache))
 
-    def discard(self) -> None:
-        """Discard what is left of answers that ended."""
-        self._ended.clear()
+    def discard(self, namespace: str | None = None) -> None:
+        """Discard what is left of the answers of a namespace that ended; None: of all."""
+        for _ in range(len(self._ended)):
+            with suppress(IndexError):  # another thread took it
+                one = self._ended.popleft()
+                if namespace not in (None, one.call.scope.namespace):
+                    self._ended.append(one)
 
     def close(self) -> None:
         """Follow nothing any more, and discard what is left."""
         with self._lock:
             for rows in self._rows.values():
-                rows.clear()
+                _let_go(rows)
         self.discard()
 
     def _of(self, kv_cache: Any) -> dict[int, Followed]:
@@ -256,27 +283,37 @@ def _continues(row: Row, one: Followed) -> bool:
 def _is_plain(arguments: Mapping[str, Any]) -> bool:
     """Whether a decode step has no arguments by which its states may not be those of a prompt."""
     mask = arguments.get("attention_mask")
-    is_plain = all(name in _OF_STEP or value is None or value is False for name, value in arguments.items())
+    is_plain = all(name in _STEP_ARGUMENTS or value is None or value is False for name, value in arguments.items())
     return is_plain and (mask is None or mask.ndim == 2)
 
 
-def _last_keys(layers: Sequence[Any]) -> Tensor | None:
-    """Return the keys of the last layer of attention, a new tensor after each step; None if there is none."""
-    return next((layer.keys for layer in reversed(layers) if getattr(layer, "keys", None) is not None), None)
+def _kept(layers: Sequence[Any]) -> _Kept:
+    """Return the keys and values that layers of attention keep, new tensors after each step."""
+    every = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    tensors = [tensor for tensor in every if tensor is not None]
+    return _Kept(tensors, [0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+def _let_go(rows: dict[int, Followed]) -> None:
+    """Stop following rows, also those that another thread is about to write."""
+    for one in rows.values():
+        one.is_under_way = True
+    rows.clear()
 
 
 def _end(rows: Mapping[int, Followed], ended: deque[Followed], lock: Any) -> None:
     """Queue the answers in a K/V cache that is being dropped.
 
-    Runs in any thread at any time, so it does not wait: while another thread holds the lock, nothing is kept.
+    Runs in any thread at any time, so it does not wait: while another thread holds the lock, K/V is kept whole.
     """
-    if not lock.acquire(blocking=False):
-        return
+    is_free = lock.acquire(blocking=False)
     try:
         for one in rows.values():
             if one.n_kept < one.n_tokens and one.is_as_seen():
                 with suppress(Exception), torch.inference_mode(False), torch.no_grad():
-                    one.writer.detach(one)
+                    if is_free:
+                        one.writer.detach(one)
                     ended.append(one)
     finally:
-        lock.release()
+        if is_free:
+            lock.release()

@@ -202,7 +202,7 @@ class Prefix(Path):
         plan, states = call.plan, last_states(output)
         kv_cache = plan.kv_cache if plan.windowed is None else plan.windowed
         is_plain = is_plain_cache(kv_cache) and {type(one).__name__ for one in kv_cache.layers} == {"DynamicLayer"}
-        is_growing = is_plain or keeps_windows(kv_cache)
+        is_growing = is_plain or (self._causal.steps and keeps_windows(kv_cache))
         if self._planner.cuts and plan.has_chains and states is not None and is_growing and not call.is_activated:
             self._follower.begin(call, kv_cache, states[:, -self.blocks.size :], self._writer)
 
@@ -225,6 +225,9 @@ class Prefix(Path):
         rows = [row for row in call.rows if not row.bypass_reason]
         chains = [link.key for row in rows for link in self.blocks.planned(call, call.plan, row)]
         tails = [key for row in rows for key in (row.key, row.duplicate_key) if key]
+        for row in rows:
+            if row.n_valid < self.blocks.size:  # its answer may have filled its first block
+                chains += self.blocks.pool.beginning_with(call.blocks_scope, row.plain_ids)
         return [*(entry_name(row.key) for row in call.rows if row.key), *map(block_name, (*chains, *tails))]
 
     def n_computed(self, call: Call) -> int:

@@ -25,6 +25,7 @@ class Causal:
         own_cache: The class of K/V cache that it makes, and takes no other; None: it takes a `DynamicCache`.
         makes_dynamic_cache: It makes a `DynamicCache` of its config if it is passed no cache, and `use_cache` is True
             as passed, or else in its config; none if that is False.
+        steps: Tokens after a K/V cache of its config, which may keep windows, have the states of the whole row.
         windows: By layer, to how many tokens a token attends, itself included; None: to all.
         reason: Why it does not cut, in words; "" if it does.
     """
@@ -39,6 +40,7 @@ class Causal:
     rotates: str = ""
     makes_dynamic_cache: bool = False
     own_cache: type[DynamicCache] | None = None
+    steps: bool = False
     windows: tuple[int | None, ...] = ()
     reason: str = "it was not tried"
 

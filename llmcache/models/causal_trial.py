@@ -118,7 +118,7 @@ class _Trial:
         if not _shows(self._cuts):
             reason = "the rest of a row comes out differently after a known beginning"
             return replace(found, rotates="", reason=reason)
-        return replace(found, cuts=True, packs=_shows(self._packs), reason="")
+        return replace(found, cuts=True, packs=_shows(self._packs), steps=_shows(self._steps), reason="")
 
     def _begin(self) -> tuple[Tensor, _Kv]:
         """Run the three rows; with K/V if a `DynamicCache` can keep all columns, made by the trunk or passed."""
@@ -164,6 +164,16 @@ class _Trial:
             if not (has_grown and self._is_close(states, self._states[:, n_known:])):
                 return False
         return True
+
+    def _steps(self) -> bool:
+        """Try two tokens after the others, one by one, with a K/V cache of the config if that keeps windows."""
+        kv_cache = new_cache(self._trunk)
+        if _is_plain(kv_cache):
+            return True
+        ids, n_known = self._ids[:1], self._n - 2
+        self._go_on(ids[:, :n_known], kv_cache, 0)
+        states = torch.cat([self._go_on(ids[:, : n + 1], kv_cache, n) for n in (n_known, n_known + 1)], dim=1)
+        return self._is_close(states, self._states[:, n_known:])
 
     def _look_at_copies(self, found: Causal) -> Causal:
         """Return what K/V caches show that blocks cannot hold."""

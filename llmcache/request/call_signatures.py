@@ -131,9 +131,10 @@ class CallSignatures:
         autocast = _autocast_on(arguments["input_ids"].device.type) if is_cast else ""
         return Opened(state, signature, arguments, mask_4d, autocast)
 
-    def computes_alike(self, state: TrunkState, autocast: str, device: str) -> bool:
-        """Whether the trunk has no hooks, and computes on a device as in calls with this autocast dtype."""
-        return not self._is_hooked(state) and _autocast_on(device) == autocast
+    def computes_alike(self, state: TrunkState, scope: Scope, device: str) -> bool:
+        """Whether the trunk has no hooks, and computes on a device as in calls of a scope."""
+        is_alike = _autocast_on(device) == scope.dtype and self._trunk.attention == scope.attention
+        return is_alike and not self._is_hooked(state)
 
     def _is_hooked(self, state: TrunkState) -> bool:
         n_hooks = RemovableHandle.next_id

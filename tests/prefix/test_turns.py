@@ -84,10 +84,10 @@ def steps(cache: LLMCache, kv_cache: Any, *ids: Tensor, **inputs: Any) -> None:
 PROMPT, ANSWER = tokens(2, 6), tokens(2, 10, seed=4)
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["nothing", "beams", "crop", "mask", "positions", "disabled", "weights", "hook", "autocast", "clear", "forget"],
-)
+CHANGES = ("beams", "crop", "values of a layer", "keys in place", "mask", "positions", "disabled", "weights", "hook")
+
+
+@pytest.mark.parametrize("what", ["nothing", *CHANGES, "attention", "autocast", "clear", "forget"])
 def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     cache, kv_cache = wrapped(llama), DynamicCache()
     cache(PROMPT, past_key_values=kv_cache)
@@ -97,6 +97,16 @@ def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
         kv_cache.reorder_cache(torch.tensor([1, 0]))
     elif what == "crop":
         kv_cache.crop(-1)
+    elif what == "values of a layer":
+        kv_cache.layers[0].values = 0.3 * kv_cache.layers[0].values
+    elif what == "keys in place":
+        with torch.no_grad():
+            cache.model(ANSWER[:, 1:2], past_key_values=kv_cache)
+        kv_cache.layers[0].keys.mul_(0.5)
+    elif what == "attention":
+        llama.set_attn_implementation("eager")
+        steps(cache, kv_cache, ANSWER[:, 1:2])
+        llama.set_attn_implementation("sdpa")
     elif what == "mask":
         mask = torch.ones(2, n + 2, dtype=torch.int64)
         mask[:, 2] = 0
@@ -129,6 +139,17 @@ def test_what_is_changed_is_not_kept(llama: Any, what: str) -> None:
     n_served = max(outcome.n_prefix for outcome in cache.last)
     assert n_served == 15 if what == "nothing" else n_served <= PROMPT.shape[1] + BLOCK - 1
     assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("n_before", [0, 9])
+def test_a_prompt_shorter_than_a_block_is_forgotten_with_its_answer(llama: Any, n_before: int) -> None:
+    cache, kv_cache, (prompt, answer) = wrapped(llama), DynamicCache(), (tokens(1, BLOCK - 1), tokens(1, 9, seed=4))
+    cache(prompt, past_key_values=kv_cache)
+    steps(cache, kv_cache, *answer.split(1, dim=1)[:n_before])
+    assert cache.forget(input_ids=prompt, past_key_values=DynamicCache()) == 1
+    steps(cache, kv_cache, *answer.split(1, dim=1)[n_before:])
+    cache(torch.cat([prompt, answer], dim=1))
+    assert cache.last[0].n_prefix == 0
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

@@ -183,7 +183,7 @@ def test_a_server_that_is_killed_begins_empty_and_is_found_again(
     assert store.numbers(["a"])[0] == other.numbers(["a"])[0] != generation
     assert held(store, "a") == []
     put(store, "a")
-    assert held(other, "a") == ["a"]
+    wait_until(lambda: held(other, "a") == ["a"])
     assert caplog.text.count("is computed until it answers") == caplog.text.count("answers again") == 2
 
 

@@ -111,6 +111,11 @@ class BlockPool:
             self._use(reversed(used))
             return blocks, n_tokens + n_more
 
+    def beginning_with(self, scope: Scope, ids: bytes) -> list[str]:
+        """Return the keys of all blocks of a scope that begin with these ids. Looks at every block."""
+        with self._lock:
+            return [key for key, one in self._held.items() if one.scope == scope and one.ids.startswith(ids)]
+
     def n_held(self, chain: Sequence[Link]) -> int:
         """Return how many blocks at the start of a chain are held, without marking them as used."""
         with self._lock:
