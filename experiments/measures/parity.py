@@ -164,7 +164,7 @@ def _continue(model: Any, inputs: Mapping[str, Tensor], experiment: Parity) -> C
 def _apart(told: Sequence[Tensor], made: Sequence[Tensor]) -> float:
     """Return the largest difference of a log-probability; tokens that both exclude (-inf) do not count."""
     own, other = (torch.cat([*logits]).float().log_softmax(dim=-1) for logits in (told, made))
-    return float((own - other).nan_to_num().abs().max())
+    return float((own - other).masked_fill(own.isneginf() & other.isneginf(), 0.0).abs().max())
 
 
 def difference(

@@ -395,6 +395,18 @@ def test_what_an_activated_lora_computes_after_its_invocation_serves_no_other() 
     assert [n_served(cache, adapter, *early) for adapter in ("north", "base", "south")] == [0, 0, 0]
 
 
+def test_steps_of_an_activated_lora_after_a_prompt_of_its_base_serve_no_other() -> None:
+    """What an activated LoRA generates into the base model's K/V cache does not serve the base model."""
+    cache, asked, kv_cache = wrap(activated()), prompt(20, 0, times=0), tf.DynamicCache()
+    base, added = cache.model.get_base_model(), torch.cat([INVOCATION, tokens(1, 20, 9)], dim=1)
+    with torch.inference_mode():
+        base(asked, past_key_values=kv_cache)
+        for number, step in enumerate(added.split(1, dim=1), 1):
+            cache.model(input_ids=step, past_key_values=kv_cache, alora_offsets=[number])
+        base(torch.cat([asked, added], dim=1), use_cache=True)
+    assert cache.last[0].n_prefix == asked.shape[1]
+
+
 def test_without_its_invocation_an_activated_lora_is_the_base_model() -> None:
     """A prompt without invocation tokens shares all of its tokens with the base model."""
     cache = wrap(activated())

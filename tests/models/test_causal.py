@@ -168,6 +168,14 @@ def test_windows_are_told_by_layer_and_the_model_keeps_its_own() -> None:
     assert model.config.sliding_window == 20  # type: ignore[union-attr]
 
 
+def test_a_step_that_sees_another_window_than_the_whole_row_is_found() -> None:
+    moshi = tf.MoshiConfig(**DECODER, sliding_window=8, head_dim=8, ffn_dim=48)
+    mistral = tf.MistralConfig(**DECODER, sliding_window=8)
+    made = build(lambda: tf.MoshiForCausalLM(moshi)), build(lambda: tf.MistralForCausalLM(mistral))
+    found = [look_at(locate(model)) for model in made]
+    assert [(one.cuts, one.steps) for one in found] == [(True, False), (True, True)]
+
+
 def test_what_cannot_be_tried_is_not_allowed() -> None:
     trunk: Trunk = locate(build(GENERATORS["llama"]))
     trunk.module.forward = lambda input_ids: None  # type: ignore[assignment]
