@@ -262,10 +262,14 @@ def _turn(ids: Tensor, mask: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
 
 def beginnings() -> list[Tensor]:
     """Return what prompts begin with in common with an earlier one, each once."""
-    own = prompts()
-    common = (max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own))
-    every = {tuple(ids[:n].tolist()) for ids, n in zip(own, common, strict=True) if n}
+    every = {tuple(ids[:n].tolist()) for ids, n in zip(prompts(), shared(), strict=True) if n}
     return [torch.tensor(ids) for ids in sorted(every, key=len)]
+
+
+def shared() -> list[int]:
+    """Return how many tokens each prompt begins with in common with an earlier one."""
+    own = prompts()
+    return [max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own)]
 
 
 def _common(one: Tensor, other: Tensor) -> int:
@@ -281,9 +285,7 @@ def render(tried: Sequence[Tried]) -> str:
     numbers = {
         "n": len(own),
         "n_tokens": n_tokens,
-        "n_shared": sum(
-            max((_common(ids, other) for other in own[:number]), default=0) for number, ids in enumerate(own)
-        ),
+        "n_shared": sum(shared()),
         "n_new": N_NEW,
         "n_more": N_MORE,
         "n_turned": n_tokens + len(own) * (N_NEW + N_MORE),

@@ -251,8 +251,9 @@ class Core:
         for call in calls:
             opened = self.forward.prepared.look_up(call)
             if isinstance(opened, Call):
+                names = self._names_of(opened)
                 for scope in {opened.scope, opened.blocks_scope}:
-                    named.setdefault(scope, []).extend(self._names_of(opened))
+                    named.setdefault(scope, []).extend(names)
         if not named:
             return 0
         namespace = next(iter(named)).namespace

@@ -74,7 +74,11 @@ class Followed:
         What crops, reorders or resets it replaces tensors. An edit in place of a tensor that was made in inference mode
         goes unseen.
         """
-        return not self.is_under_way and _kept(self.layers).is_same_as(self.seen)
+        return self.are_seen(_kept(self.layers))
+
+    def are_seen(self, kept: "_Kept") -> bool:
+        """Whether its layers keep what they kept after the last step, given what they keep now."""
+        return not self.is_under_way and kept.is_same_as(self.seen)
 
     def look(self) -> None:
         """Take the layers as they are for those after the last step."""
@@ -179,9 +183,10 @@ class Follower:
         """
         with self._lock:
             rows = self._of(kv_cache)
+            kept = _kept(kv_cache.layers) if rows else _NOTHING
             for one in rows.values():
                 of, device = one.call, one.states[0].device.type
-                if not (one.is_as_seen() and computes_alike(of.state, of.scope, device)):
+                if not (one.are_seen(kept) and computes_alike(of.state, of.scope, device)):
                     _let_go(rows)
                     break
                 one.is_under_way, one.seen = True, _NOTHING

@@ -32,8 +32,7 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import Distinct
-from llmcache.models.kv_state import new_cache
-from llmcache.models.packing import parts_of
+from llmcache.models.kv_state import cache_in, new_cache
 from llmcache.request.bypass import find_reason_of_cache, is_plain_cache, keeps_windows
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
@@ -190,9 +189,8 @@ class Prefix(Path):
 
     def _check_kv(self, call: Call, plan: Prefill, output: Any, states: Tensor) -> str:
         """Take the K/V cache that the trunk returned; return why it cannot be kept with these states, "" if it can."""
-        parts = parts_of(output)
         if plan.windowed is None:
-            plan.kv_cache = parts.get(CACHE, parts.get(1, plan.kv_cache))
+            plan.kv_cache = cache_in(output, plan.kv_cache)
         if reason := find_reason_of_cache(plan.kv_cache):
             return reason
         is_alike = states.shape[:2] == call.arguments["input_ids"].shape

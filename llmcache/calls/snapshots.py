@@ -27,8 +27,8 @@ from llmcache.calls.stored_entries import entry_name
 from llmcache.memory.bank import Bank, Entry
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
-from llmcache.models.kv_state import describe, is_new, new_cache, own_of, restore
-from llmcache.models.packing import STATES, parts_of
+from llmcache.models.kv_state import cache_in, describe, is_new, new_cache, own_of, restore
+from llmcache.models.packing import STATES
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope, key_of
 from llmcache.reuse.call import Call, Path, count_tokens
@@ -159,11 +159,11 @@ class Snapshots(Path):
 
     def store(self, call: Call, output: Any) -> str | None:
         """Keep a copy at the end of a prompt; return the bypass reason if its output or K/V is not understood."""
-        plan, states, parts = call.plan, last_states(output), parts_of(output)
+        plan, states = call.plan, last_states(output)
         if states is None:
             self._kinds.learn(call.kind, None)
             return "more_output"
-        plan.kv_cache = parts.get(CACHE, parts.get(1, plan.kv_cache))
+        plan.kv_cache = cache_in(output, plan.kv_cache)
         is_usual = type(plan.kv_cache) is (self._wrapped.causal.own_cache or DynamicCache)
         if not is_usual or plan.kv_cache.get_seq_length() != states.shape[1]:
             return "kv_layout"

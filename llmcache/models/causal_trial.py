@@ -24,9 +24,8 @@ from llmcache.models.adapters import CACHE, Trunk, device_of, first_position
 from llmcache.models.arguments import Arguments
 from llmcache.models.callables import CallableTrunk
 from llmcache.models.causal import UNTRIED, Causal
-from llmcache.models.kv_state import describe, new_cache, own_of, restore
+from llmcache.models.kv_state import cache_in, describe, new_cache, own_of, restore
 from llmcache.models.model_config import setting
-from llmcache.models.packing import parts_of
 from llmcache.models.rope import LAYOUTS, rotate, steady_length
 from llmcache.models.segments import run_segments, windows
 from llmcache.models.trials import Tried, rounding_of, trial_rows
@@ -140,7 +139,7 @@ class _Trial:
         taken = {name: value for name, value in (of_kv | arguments).items() if name in self._names}
         output = self._module(input_ids=ids, **taken)
         if makes_cache:
-            kv_cache = self._made = _cache_in(output)
+            kv_cache = self._made = cache_in(output)
         if not _is_plain(kv_cache) or any(layer.keys is None for layer in kv_cache.layers):
             raise TypeError("another kind of K/V cache")
         states = output if isinstance(output, Tensor) else output[0]
@@ -223,7 +222,7 @@ class _Trial:
         if n_known and "position_ids" in self._names:
             arguments["position_ids"] = torch.arange(n_known, ids.shape[1], device=ids.device)[None]
         output = self._module(input_ids=ids[:, n_known:], **arguments)
-        if not (_cache_in(output) is kv_cache and kv_cache.get_seq_length() == ids.shape[1]):
+        if not (cache_in(output) is kv_cache and kv_cache.get_seq_length() == ids.shape[1]):
             raise ValueError("another K/V cache")
         states: Tensor = output[0]
         return states
@@ -280,7 +279,7 @@ class _Trial:
 
     def _make(self, **asked: bool) -> Any:
         """Return the K/V cache that the copy makes if it is passed none."""
-        return _cache_in(self._module(input_ids=self._ids[:1, :1], **asked))
+        return cache_in(self._module(input_ids=self._ids[:1, :1], **asked))
 
     def _makes_dynamic_cache(self) -> bool:
         kv_cache = self._make(use_cache=True) if self._made is None else self._made
@@ -323,11 +322,6 @@ def _shows(trial: Callable[[], bool]) -> bool:
 def _is_plain(kv_cache: Any) -> bool:
     """Whether a K/V cache keeps all columns of each layer, and nothing else."""
     return type(kv_cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in kv_cache.layers)
-
-
-def _cache_in(output: Any) -> Any:
-    parts = parts_of(output)
-    return parts.get(CACHE, parts.get(1))
 
 
 def _shrink_windows(part: Any) -> None:

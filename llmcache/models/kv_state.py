@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from llmcache.models.adapters import Trunk
+from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.packing import parts_of
 
 _USUAL = frozenset(vars(DynamicCache()))
 _PLAIN = (type(None), bool, int, float, str)
@@ -27,6 +28,12 @@ def is_new(kv_cache: Any, wanted: DynamicCache) -> bool:
         return is_alike and describe(kv_cache.layers, own_of(kv_cache)) == describe(wanted.layers, own_of(wanted))
     except (TypeError, RuntimeError):  # something that cannot be described or compared
         return False
+
+
+def cache_in(output: Any, default: Any = None) -> Any:
+    """Return the K/V cache in a trunk's output, by name or in second place; `default` if it has none."""
+    parts = parts_of(output)
+    return parts.get(CACHE, parts.get(1, default))
 
 
 def own_of(kv_cache: Any) -> dict[str, Any]:
