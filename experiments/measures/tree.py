@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import process_time
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from experiments.models.loading import find
 from experiments.support.clock import HOST, Clock, Made
 from experiments.support.files import Folders
 from llmcache import LLMCache
+from llmcache.lab import quiet
 
 Ids = tuple[int, ...]
 _FIRST_ID = 100  # ids below may be special
@@ -52,6 +54,7 @@ class Call:
     left: bool = True  # padding on the left
     positions: bool = False  # pass position ids
     n_new: int = 0  # tokens to generate; 0: a forward
+    embeds: bool = False  # as sentence-transformers do: one vector a text
     more: Mapping[str, Any] | None = None  # arguments
 
 
@@ -123,6 +126,12 @@ def _shots(draw: Tokens) -> list[Call]:
     return [Call(rows), Call(rows)]
 
 
+def _embedded(draw: Tokens) -> list[Call]:
+    instruction = draw.draw(200)
+    rows = [instruction + draw.draw(8, 60) for _ in range(24)]
+    return [Call(rows, embeds=True), Call(rows[::-1], embeds=True)]
+
+
 def _block(draw: Tokens) -> list[Call]:
     known = tuple(draw.draw(16) * 16)[:16]  # a block, whatever the scale
     return [Call([known + draw.draw(8)]), Call([known])]
@@ -146,6 +155,7 @@ CASES: Mapping[str, Case] = {
         draw, 50, positions=True, more={"logits_to_keep": 1}
     ),
     "50 documents, one a call": lambda draw: _reranked(draw, 50, 50),
+    "24 texts embedded after an instruction of 200; again, reversed": _embedded,
     "16 known tokens, block of 16": _block,
     "nothing shared, 8 rows of 200": lambda draw: [Call([draw.draw(200) for _ in range(8)])],
 }
@@ -154,8 +164,9 @@ CASES: Mapping[str, Case] = {
 def run(experiment: TreeExperiment, folders: Folders) -> Outcome:
     model = build(find(experiment.model, folders.models), experiment.seed, experiment.device, head="token").model
     model.config.use_cache = True
+    embedder = _embedder(model)
     names = experiment.cases or tuple(CASES)
-    rows = [row for name in names for row in _rounds(experiment, model, name)]
+    rows = [row for name in names for row in _rounds(experiment, model, embedder, name)]
     summary = []
     for name in names:
         own = [row for row in rows if row["case"] == name]
@@ -169,12 +180,30 @@ def run(experiment: TreeExperiment, folders: Folders) -> Outcome:
     return Outcome(rows, {"summary": summary, "threads": torch.get_num_threads()})
 
 
-def _rounds(experiment: TreeExperiment, model: Any, name: str) -> Iterator[dict[str, Any]]:
+def _embedder(model: Any) -> Any:
+    """Return a sentence-transformers model of the mean of the trunk's states, where token 5 is written `5`."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0} | {str(token): token for token in range(1, model.config.vocab_size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with TemporaryDirectory() as place, quiet():
+        model.base_model.save_pretrained(place)
+        PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>").save_pretrained(place)
+        parts = [Transformer(place, model_kwargs={"dtype": model.dtype}), Pooling(model.config.hidden_size, "mean")]
+        return SentenceTransformer(modules=parts, device=str(model.device)).eval()
+
+
+def _rounds(experiment: TreeExperiment, model: Any, embedder: Any, name: str) -> Iterator[dict[str, Any]]:
     for number in range(experiment.rounds):
         calls = CASES[name](Tokens(model.config.vocab_size, experiment.scale, experiment.seed + number))
         found: dict[bool, tuple[int, float, list[Tensor]]] = {}
         for is_cached in (False, True) if number % 2 == 0 else (True, False):
-            found[is_cached] = _make(model, calls, BANKS[experiment.kept_on] if is_cached else None)
+            asked = embedder if calls[0].embeds else model
+            found[is_cached] = _make(asked, calls, BANKS[experiment.kept_on] if is_cached else None)
         plain, cached = found[False], found[True]
         pairs = [(one.float(), other.float()) for one, other in zip(plain[2], cached[2], strict=True)]
         yield {
@@ -194,13 +223,19 @@ def _rounds(experiment: TreeExperiment, model: Any, name: str) -> Iterator[dict[
 def _make(model: Any, calls: Sequence[Call], kept_on: str | None) -> tuple[int, float, list[Tensor]]:
     """Make calls, with a cache on `kept_on` if that is given.
 
-    Return columns, seconds, and of each call the logits of each row's last token, or the new ids.
+    Return columns, seconds, and of each call the logits of each row's last token, the new ids, or the vectors.
     """
     answers, seconds = list[Tensor](), 0.0
     with columns_of(model) as columns, torch.inference_mode():
         # Wrapped once columns are counted: a layer's forward that is replaced later is an edit, and tried again.
         cache = None if kept_on is None else LLMCache.wrap(model, auto_bypass=False, device=kept_on)
         for call in calls:
+            if call.embeds:
+                texts = [" ".join(map(str, row)) for row in call.rows]
+                spent, made = _timed(Clock(model.device), partial(model.encode, texts, convert_to_tensor=True))
+                seconds += spent
+                answers.append(made)
+                continue
             inputs = {name: value.to(model.device) for name, value in _inputs(call).items()}
             torch.manual_seed(0)
             asked = partial(model.generate, max_new_tokens=call.n_new, pad_token_id=0) if call.n_new else model

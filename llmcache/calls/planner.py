@@ -143,7 +143,7 @@ class Planner:
             branches.append(Branch(row.number, ids, row.ids, self._blocks.origin(row), *known, n_wanted))
         tree = Tree(branches)
         n_plain = (len(rows) + n_apart) * n_tokens
-        n_columns = tree.cost(self._blocks.causal.packs) + n_apart * n_tokens
+        n_columns = tree.cost(self._blocks.causal.of_segment) + n_apart * n_tokens
         is_single = len(rows) + n_apart == 1
         pays = n_plain - n_columns >= size - 1 and (is_single or n_columns <= PAYS * n_plain)
         # A batch leaves no K/V: what an earlier call began with too is stored now, and pays in later calls.

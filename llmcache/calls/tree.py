@@ -33,7 +33,6 @@ _STEP = {"cpu": 256}
 _STEP_ON_DEVICE = 2048
 #: Largest share of a batch's columns that is run as a tree: rows without common tokens take 1.15 times a batch's time.
 PAYS = 0.85
-_OF_STEP = 32  # token columns that one more forward costs, at most: it reads all weights again
 
 
 @dataclass(eq=False, slots=True)
@@ -134,10 +133,9 @@ class Tree:
         """Number of tokens to compute."""
         return sum(len(segment.ids) for segment in self.segments if segment.parts is None)
 
-    def cost(self, packs: bool) -> int:
-        """Return what computing takes, in token columns of a batch; without `packs`, each segment is run by itself."""
-        n_steps = 0 if packs else sum(1 for _ in self.steps(0, packs))
-        return self.n_new + _OF_STEP * n_steps
+    def cost(self, of_segment: int) -> int:
+        """Return what computing takes, in token columns of a batch, with what each segment adds."""
+        return self.n_new + of_segment * sum(segment.parts is None for segment in self.segments)
 
     def served_tokens(self) -> dict[int, int]:
         """Return how many tokens of each row need not be computed, or are computed for an earlier row."""

@@ -15,6 +15,8 @@ class Causal:
         cuts: After a beginning whose K/V is known, the rest of a row has the states that it has in the whole row.
             Without `knows_padding`: if the call has no padding.
         packs: `run_segments` gives each segment the states that it has alone.
+        of_segment: Token columns that a segment costs beside its own. If it does not pack, that is one more forward,
+            measured; else 0.
         knows_padding: Tokens that the mask leaves out affect others only by their number, and not if positions are
             passed.
         counts_padding: They do so by their number.
@@ -33,6 +35,7 @@ class Causal:
     is_causal: bool = False
     cuts: bool = False
     packs: bool = False
+    of_segment: int = 0
     copies: bool = False
     knows_padding: bool = False
     counts_padding: bool = True

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ _Kv = Sequence[tuple[Tensor, Tensor]]
 
 _N_TOKENS = 19  # of a row, at most, padding included
 _N_COPIED = 40  # of a row that is continued from a copy, at most
+_N_TIMED = 8  # rows
+#: Most token columns that a forward is taken to cost.
+MOST_OF_FORWARD = 2**16
 _SHIFT = 7  # columns of padding, positions
 _FAR = 512  # most columns between a packed segment and its beginning
 #: Settings of windows that are larger than this in a trial.
@@ -117,7 +121,9 @@ class _Trial:
         if not _shows(self._cuts):
             reason = "the rest of a row comes out differently after a known beginning"
             return replace(found, rotates="", reason=reason)
-        return replace(found, cuts=True, packs=_shows(self._packs), steps=_shows(self._steps), reason="")
+        packs = _shows(self._packs)
+        of_segment = 0 if packs else self._cost_of_forward()
+        return replace(found, cuts=True, packs=packs, of_segment=of_segment, steps=_shows(self._steps), reason="")
 
     def _begin(self) -> tuple[Tensor, _Kv]:
         """Run the three rows; with K/V if a `DynamicCache` can keep all columns, made by the trunk or passed."""
@@ -250,6 +256,16 @@ class _Trial:
             self._module, joined(self._ids), joined(positions).to(to), _cache_of(known), sees.to(to), self._trunk
         )
         return self._is_close(output[0], joined((self._states[0], self._other)))
+
+    def _cost_of_forward(self) -> int:
+        """Return how many token columns take as long as one more forward, which reads all weights again."""
+        rows, seconds = trial_rows(self._trunk, _N_TIMED, self._n), []
+        for ids in (rows[:1, :1], rows):
+            started = perf_counter()
+            self._run(ids)[0].cpu()
+            seconds.append(perf_counter() - started)
+        of_token = (seconds[1] - seconds[0]) / (rows.numel() - 1)
+        return min(round(seconds[0] / of_token), MOST_OF_FORWARD) if of_token > 0 else MOST_OF_FORWARD
 
     def _look_at_padding(self) -> Causal:
         """Return what the padded rows show, and how keys are rotated, if that shows where they stand."""

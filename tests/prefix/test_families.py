@@ -7,6 +7,7 @@ import torch
 import transformers as tf
 from torch import nn
 
+from llmcache.models import causal_trial
 from tests.prefix.prompts import branch, close, run, wrapped
 from tests.tiny_models import DECODER, STRANGE_GENERATORS, Make, batch, build, tokens
 
@@ -66,12 +67,25 @@ def test_a_prompt_is_served_from_a_prefix_and_its_kv_is_the_models_own(name: str
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_padded_batch_goes_on_as_without_the_cache(name: str) -> None:
+def test_a_padded_batch_goes_on_as_without_the_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causal_trial, "MOST_OF_FORWARD", 0)  # a forward of so small a model costs more than all tokens
     model, plain = build(FAMILIES[name]), build(FAMILIES[name])
     cache = wrapped(model)
     inputs = batch([*GOES_ON, KNOWN], left=True)
     for _ in range(2):
         made = [one.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=None) for one in (plain, model)]
         assert torch.equal(*made)
-    assert cache.stats().n_prefix_tokens > 0 or cache.stats().hits
+    assert cache.stats().n_prefix_tokens > 0
     assert not cache.stats().bypassed and not cache.stats().errors
+
+
+def test_segments_that_cost_a_forward_each_are_run_only_if_that_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {}
+    for of_forward in (2**16, 0):
+        monkeypatch.setattr(causal_trial, "MOST_OF_FORWARD", of_forward)
+        monkeypatch.setattr(causal_trial, "perf_counter", lambda: 0.0)  # no token takes any time: a forward costs most
+        model = build(FAMILIES["distances"])
+        cache = wrapped(model)
+        model.generate(**batch(GOES_ON, left=True), max_new_tokens=1)
+        made[of_forward] = cache.stats().n_prefix_tokens
+    assert made[2**16] == 0 < made[0]
