@@ -70,11 +70,15 @@ class ColumnRunner:
             raise
 
     def hand_over(self, plan: Prefill, output: Any) -> Any:
-        """Fill a caller's K/V cache that keeps windows with all columns, of which it keeps the last."""
+        """Fill a caller's K/V cache that keeps windows with all columns, of which it keeps the last; see `answer`."""
         if plan.windowed is None:
             return output
-        for number, layer in enumerate(plan.kv_cache.layers):
-            plan.windowed.update(layer.keys, layer.values, number)
+        try:
+            for number, layer in enumerate(plan.kv_cache.layers):
+                plan.windowed.update(layer.keys, layer.values, number)
+        except BaseException:
+            empty(plan.windowed)
+            raise
         return with_cache(output, plan.windowed) if len(output) > 1 else output
 
     def _run(self, call: Call, plan: Prefill, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from llmcache.models import causal_trial
-from tests.prefix.prompts import branch, close, run, wrapped
+from tests.prefix.prompts import branch, close, fail_once, run, wrapped
 from tests.tiny_models import DECODER, STRANGE_GENERATORS, Make, batch, build, tokens
 
 KINDS = ["sliding_attention", "full_attention"] * 2
@@ -64,6 +65,18 @@ def test_a_prompt_is_served_from_a_prefix_and_its_kv_is_the_models_own(name: str
             assert cache.last[0].n_prefix >= 20 or cache.last[0].rung == "exact"
             close(found.logits, expected.logits, atol=1e-4)
             check_kv(found.past_key_values, expected.past_key_values)
+
+
+def test_windows_that_were_not_all_filled_are_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, model = wrapped(build(gemma), KNOWN), build(gemma)
+    kv_cache = tf.DynamicCache(config=model.config)  # type: ignore[no-untyped-call]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        fail_once(patch, DynamicSlidingWindowLayer, "update", 2, KeyboardInterrupt)
+        run(cache, GOES_ON[0], past_key_values=kv_cache)
+    assert kv_cache.get_seq_length() == 0
+    expected = run(model, GOES_ON[0], past_key_values=tf.DynamicCache(config=model.config))  # type: ignore[no-untyped-call]
+    close(run(cache, GOES_ON[0], past_key_values=kv_cache).logits, expected.logits, atol=1e-4)
+    check_kv(kv_cache, expected.past_key_values)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
