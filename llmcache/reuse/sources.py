@@ -6,7 +6,7 @@ Sizes: B rows of a call, k neighbours, F fingerprint width, S width of a signatu
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,6 @@ class Source:
 
     @property
     def key(self) -> str:
-        """Its exact key."""
         return self.entry.key
 
 
@@ -46,35 +45,25 @@ _NOTHING = Near()
 
 
 class _Partition:
-    """Sources of one scope and length. Slots of removed sources are reused."""
+    """Sources of one scope and length."""
 
-    __slots__ = ("_free", "index", "slots", "sources")
+    __slots__ = ("_next", "index", "numbers", "sources")
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.sources: list[Source | None] = []  # by slot
-        self.slots: dict[str, int] = {}  # by key
-        self._free: list[int] = []
+        self.sources: dict[int, Source] = {}  # by number in the index
+        self.numbers: dict[str, int] = {}  # by key
+        self._next = count()
 
     def add(self, sources: Sequence[Source], vectors: Floats) -> None:
-        slots = []
-        for source in sources:
-            slot = self.slots.get(source.key)
-            if slot is None:
-                slot = self._free.pop() if self._free else len(self.sources)
-                if slot == len(self.sources):
-                    self.sources.append(None)
-            self.slots[source.key] = slot
-            slots.append(slot)
-        self.index.add(np.array(slots, np.int64), vectors)
-        for slot, source in zip(slots, sources, strict=True):
-            self.sources[slot] = source
+        numbers = [self.numbers.setdefault(one.key, number) for one, number in zip(sources, self._next, strict=False)]
+        self.index.add(np.array(numbers, np.int64), vectors)
+        self.sources |= zip(numbers, sources, strict=True)
 
     def remove(self, key: str) -> None:
-        slot = self.slots.pop(key)
-        self.sources[slot] = None  # first: if the index fails to remove the row, it maps to no source
-        self.index.remove(np.array([slot], np.int64))
-        self._free.append(slot)
+        number = self.numbers.pop(key)
+        self.sources.pop(number, None)  # first: if the index fails to remove the row, it maps to no source
+        self.index.remove(np.array([number], np.int64))
 
 
 class Choice(NamedTuple):
@@ -110,7 +99,7 @@ class Sources:
 
     def __iter__(self) -> Iterator[Source]:
         with self.lock:
-            held = [source for part in self._partitions.values() for source in part.sources if source is not None]
+            held = [source for part in self._partitions.values() for source in part.sources.values()]
         return iter(held)
 
     def __contains__(self, key: object) -> bool:
@@ -118,7 +107,6 @@ class Sources:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of all indexes."""
         with self.lock:
             return sum(part.index.nbytes for part in self._partitions.values())
 
@@ -150,14 +138,13 @@ class Sources:
         with self.lock:
             for length, places in groups.items():
                 part = self._partitions.get((scope, length))
-                if part is None or not part.slots:
+                if part is None or not part.numbers:
                     continue
-                slots, similarity = part.index.search(vectors if len(groups) == 1 else vectors[places], k)
-                for place, near, like in zip(places, slots.tolist(), similarity.tolist(), strict=True):
-                    sources: Any = list(map(part.sources.__getitem__, near))
-                    if None in sources or min(near, default=-1) < 0:  # fewer than k, or a source half removed
-                        is_held = [slot >= 0 and part.sources[slot] is not None for slot in near]
-                        sources, like = list(compress(sources, is_held)), list(compress(like, is_held))
+                numbers, similarity = part.index.search(vectors if len(groups) == 1 else vectors[places], k)
+                for place, near, like in zip(places, numbers.tolist(), similarity.tolist(), strict=True):
+                    sources: Any = list(map(part.sources.get, near))
+                    if None in sources:  # fewer than k, or a source half removed
+                        sources, like = list(filter(None, sources)), list(compress(like, sources))
                     found[place] = Near(sources, like)
         return found
 
@@ -165,7 +152,7 @@ class Sources:
         """Return fingerprints (N, F) of held sources, as a search compares them."""
         with self.lock:
             parts = [(self._where[source.key], source.key) for source in sources]
-            return np.concatenate([part.index.vectors(np.array([part.slots[key]])) for part, key in parts])
+            return np.concatenate([part.index.vectors(np.array([part.numbers[key]])) for part, key in parts])
 
     def remove(self, key: str) -> None:
         """Remove a source, unless it is buried. An unknown key is ignored."""
@@ -173,8 +160,7 @@ class Sources:
             return
         with self.lock:
             part = self._where.get(key)
-            source = None if part is None else part.sources[part.slots[key]]
-            if part is None or source is None or not source.entry.fields:  # a buried source goes on voting
+            if part is None or not part.sources[part.numbers[key]].entry.fields:  # a buried source goes on voting
                 return
             del self._where[key]
             part.remove(key)
@@ -193,9 +179,9 @@ class Sources:
         with self.lock:
             self.quarantined[key] = namespace
             if (part := self._where.get(key)) is not None:
-                source = part.sources[part.slots[key]]
-                assert source is not None
-                part.sources[part.slots[key]] = replace(source, entry=Entry(key, source.entry.scope, ()))
+                number = part.numbers[key]
+                buried = Entry(key, part.sources[number].entry.scope, ())
+                part.sources[number] = replace(part.sources[number], entry=buried)
 
     def clear(self) -> None:
         """Remove all sources. Quarantines stay."""
@@ -209,7 +195,7 @@ class Sources:
             for name, part in list(self._partitions.items()):
                 if namespace in (None, name[0].namespace):
                     del self._partitions[name]
-                    for key in part.slots:
+                    for key in part.numbers:
                         self._where.pop(key, None)
             self.quarantined = {
                 key: of for key, of in self.quarantined.items() if namespace is not None and of != namespace
