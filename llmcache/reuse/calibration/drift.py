@@ -22,11 +22,9 @@ A request counts once in a block of as many distinct requests as C had. So frequ
 Sizes: J events, the last one "no repeat of a source"; S stakes.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf, isfinite
 from typing import NamedTuple
 
@@ -40,6 +38,7 @@ _QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
 _STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
 # The fractional parts of ranks times these numbers give orders that are nearly independent of each other.
 _ORDERS = (0.6180339887, 0.7548776662, 0.5698402910, 0.8191725134, 0.6710436067, 0.5497004779)
+_UNKNOWN = (-1.0,) * (1 + len(_ORDERS))  # the places of a class that was not learned
 _ERROR = 0.01  # chance that any share is over its upper limit
 _BETWEEN_FALSE_ALARMS = 2_000_000  # requests, at least, on average: 1 % in 20,000
 BATCH = 20  # requests after which bets are settled
@@ -50,7 +49,7 @@ class Features(NamedTuple):
 
     risk: float  # of its chosen source; infinite if no source may serve, -infinite for a repeat of a source
     similarity: float  # of that source, -1 to 1; -1 if none was found
-    forecast: int  # the forecast class, or the largest component of the forecast output; -1 without a forecast
+    forecast: int  # the forecast class, or the largest component of the forecast output
 
     @property
     def is_repeat(self) -> bool:
@@ -58,17 +57,17 @@ class Features(NamedTuple):
         return self.risk == -inf
 
 
-def features_of(choice: Choice | None, forecast: Floats | None) -> Features:
+def features_of(choice: Choice | None, forecast: Floats) -> Features:
     """Return the features of a request that repeats no source, from its choice and the forecast of its output (C,)."""
-    expected = -1 if forecast is None else int(forecast.argmax())
+    expected = int(forecast.argmax())
     if choice is None:
         return Features(inf, -1.0, expected)
     similarity = -1.0 if choice.similarity is None else choice.similarity
     return Features(choice.risk_unquarantined, similarity, expected)
 
 
-def features_of_source(forecast: Floats | None) -> Features:
-    return Features(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))
+def features_of_source(forecast: Floats) -> Features:
+    return Features(-inf, 1.0, int(forecast.argmax()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Profile:
     """The distribution of features on C."""
 
     n: int  # distinct requests, without repeats of sources
-    classes: tuple[int, ...]  # forecast classes, rarest first; empty without forecasts
+    classes: tuple[int, ...]  # forecast classes, rarest first
     edges: tuple[tuple[float, ...], ...]  # by kind of feature: risks, similarities, places of the class in each order
     counts: tuple[tuple[int, ...], ...]  # how many features are at most each edge
     n_repeats: int  # distinct sources that were repeated
@@ -88,51 +87,28 @@ def profile(features: Mapping[str, Features], learned: Sequence[int], limit: flo
     `learned` are the forecasts of the requests learned from; `limit`, the largest allowed risk, is one more edge.
     """
     # From `learned`: the order of classes must not depend on C.
-    classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
-    to_numbers = _FeatureNumbers(classes)
-    new = [to_numbers(seen) for seen in features.values() if not seen.is_repeat]
-    kinds = list(zip(*new, strict=True)) if new else [()] * to_numbers.n_kinds
+    classes = tuple(name for name, _ in reversed(Counter(learned).most_common()))
+    places = _places(classes)
+    new = [_to_numbers(seen, places) for seen in features.values() if not seen.is_repeat]
+    kinds = list(zip(*new, strict=True)) if new else [()] * (2 + len(_UNKNOWN))
     edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
-    counts = _Counts(edges)
-    for numbers in new:
-        counts.add(numbers)
-    return Profile(len(new), classes, edges, tuple(map(tuple, counts.take())), len(features) - len(new))
+    return Profile(len(new), classes, edges, tuple(map(tuple, _count(new, edges))), len(features) - len(new))
 
 
-class _FeatureNumbers:
-    """Turns the features of a request into numbers, one of each kind."""
-
-    def __init__(self, classes: Sequence[int]) -> None:
-        self._none = (-1.0,) * (1 + len(_ORDERS) if classes else 0)  # the places of an unknown class
-        self._places = {
-            name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)
-        }
-
-    def __call__(self, features: Features) -> tuple[float, ...]:
-        """Return risk, similarity, and the places of the class."""
-        return features.risk, features.similarity, *self._places.get(features.forecast, self._none)
-
-    @property
-    def n_kinds(self) -> int:
-        return 2 + len(self._none)
+def _places(classes: Sequence[int]) -> dict[int, tuple[float, ...]]:
+    """Return the rank of each class, and its places in the other orders."""
+    return {name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)}
 
 
-class _Counts:
-    """Counts numbers between edges, by kind."""
+def _to_numbers(features: Features, places: Mapping[int, tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the features as numbers, one of each kind: risk, similarity, and the places of the class."""
+    return features.risk, features.similarity, *places.get(features.forecast, _UNKNOWN)
 
-    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
-        self._edges = edges
-        self._counts = [[0] * (len(kind) + 1) for kind in edges]
 
-    def add(self, numbers: Sequence[float]) -> None:
-        for edges, counts, number in zip(self._edges, self._counts, numbers, strict=True):
-            counts[bisect_left(edges, number)] += 1
-
-    def take(self) -> list[list[int]]:
-        """Return how many numbers were at most each edge, by kind, and reset the counts."""
-        taken = [list(accumulate(counts))[:-1] for counts in self._counts]
-        self._counts = [[0] * len(counts) for counts in self._counts]
-        return taken
+def _count(numbers: Sequence[Sequence[float]], edges: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Return how many numbers of requests are at most each edge, by kind of number."""
+    by_kind = np.array(numbers, np.float64).reshape(len(numbers), len(edges)).T
+    return [(column[:, None] <= kind).sum(axis=0).tolist() for column, kind in zip(by_kind, edges, strict=True)]
 
 
 class DriftDetector:
@@ -149,8 +125,8 @@ class DriftDetector:
         self._lost = np.log1p(-stakes)  # (S,)
         self._gained = np.log1p(stakes * (1 / limits[:, None] - 1)) - self._lost  # (J, S), beyond `_lost`
         self._wealth = np.zeros_like(self._gained)
-        self._to_numbers = _FeatureNumbers(profile.classes)
-        self._counts = _Counts(profile.edges)
+        self._places = _places(profile.classes)
+        self._edges = profile.edges
         self._block = n, n + n_repeats
         #: Keys of the current block, which do not count again.
         self.seen: set[str] = set()
@@ -167,9 +143,8 @@ class DriftDetector:
         n_new, n_all = len(new), len(batch)
         self.seen.update(batch)
         self._n_new += n_new
-        for features in new:
-            self._counts.add(self._to_numbers(features))
-        at_most = np.array([count for counts in self._counts.take() for count in counts], np.int64)
+        counted = _count([_to_numbers(features, self._places) for features in new], self._edges)
+        at_most = np.array([count for counts in counted for count in counts], np.int64)
         events = np.concatenate([at_most, n_new - at_most, [n_new]])[:, None]
         n_bets = np.full_like(events, n_new)
         n_bets[-1] = n_all
