@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from llmcache.support.arrays import Floats, Ids, product
+from llmcache.support.arrays import Doubles, Floats, Ids, product
 from llmcache.support.threads import forkable
 
 Lookup = Callable[[Ids], Floats]
@@ -56,27 +56,27 @@ class LearnedFingerprint:
         is_known = np.isfinite(static).all(axis=1)  # a token alone may overflow the dtype
         if not is_known.any():
             static, is_known = np.zeros_like(static), ~is_known
-        guess = _Ridge(embedded[is_known], static[is_known], self.ridge / (embedded.shape[1] * len(tokens) ** 0.5))
-        static[~is_known] = guess(embedded[~is_known])
+        known, aim = embedded[is_known], static[is_known]
+        guess = _ridge(known, aim, self.ridge / (embedded.shape[1] * len(tokens) ** 0.5))
+        static[~is_known] = product(embedded[~is_known] - known.mean(axis=0), guess) + aim.mean(axis=0)
         learned = {
             "tokens": tokens.astype(np.float32),
             "static": static,
             "idf": np.log((len(requests) + 1) / (counts + 1)).astype(np.float32) + 1,
             "rarest": np.array([np.log(len(requests) + 1) + 1], np.float32),
-            "guess": guess.weights,
-            "guess_centre": guess.centre,
-            "guess_mean": guess.mean,
-            "embedded_axes": _principal_axes(embedded, counts),
-            "static_axes": _principal_axes(static, counts),
+            "guess": guess,
+            "guess_centre": known.mean(axis=0),
+            "guess_mean": aim.mean(axis=0),
+            "embedded_axes": _principal_axes(embedded, counts, _N_AXES),
+            "static_axes": _principal_axes(static, counts, _N_AXES),
         }
         extremes, means = _Pool(learned, self._embed)(requests)
         kinds = [means[:, 0], *np.split(extremes, 4, axis=1), means[:, 1]]
         pooled, scale = np.concatenate(kinds, axis=1), _scale(kinds)
-        aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
-        fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
-        learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
-        to_outputs = _Ridge(aims, outputs, _EXACT)
-        learned |= {"outputs": to_outputs.weights, "outputs_mean": to_outputs.mean.astype(np.float32)}
+        aims = (targets - targets.mean(axis=0)) @ _principal_axes(targets, np.ones(len(targets)), self.dim)
+        weights = _ridge(pooled * scale, aims, self.ridge / len(pooled))
+        learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * weights).T)}
+        learned |= {"outputs": _ridge(aims, outputs, _EXACT), "outputs_mean": outputs.mean(axis=0).astype(np.float32)}
         self._fitted = _Fitted(learned, self._embed)
 
     def project(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
@@ -123,6 +123,7 @@ class _Fitted:
             if not tokens:  # exact zeros: a rounding residue would be scaled to norm 1
                 vector[:] = 0
         torch.addmm(self._outputs_mean, made, self._outputs, out=torch.from_numpy(forecasts))
+        # As `normalise`, whose file a hit would not touch otherwise.
         norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
         return vectors / np.maximum(norms, np.float32(1e-12))[:, None], forecasts
 
@@ -199,25 +200,17 @@ class _Pool:
         return np.concatenate([*axes, *means, weights], axis=1).astype(np.float32, copy=False)
 
 
-class _Ridge:
-    """Ridge regression, solved in the primal or the dual form, whichever is smaller."""
+def _ridge(x: Floats, y: Floats, price: float) -> Floats:
+    """Return weights (T, P) of a ridge regression of y (N, P) on x (N, T), both centred.
 
-    def __init__(self, x: Floats, y: Floats, price: float) -> None:
-        """Fit y (N, P) from x (N, T). `price` is the penalty relative to the total square of centred x."""
-        self.centre, self.mean = x.mean(axis=0), y.mean(axis=0)
-        a = (x - self.centre).astype(np.float64)
-        b = (y - self.mean).astype(np.float64)
-        least = price * max(float((a**2).sum()), 1e-12)
-        if a.shape[1] <= len(a):
-            weights = np.linalg.solve(a.T @ a + least * np.eye(a.shape[1]), a.T @ b)
-        else:
-            weights = a.T @ np.linalg.solve(a @ a.T + least * np.eye(len(a)), b)
-        self.weights: Floats = weights.astype(np.float32)
+    `price` is the penalty relative to the total square of centred x.
+    """
+    from sklearn.linear_model import Ridge
 
-    def __call__(self, x: Floats) -> Floats:
-        """Return predictions (m, P) for rows (m, T)."""
-        expected: Floats = product(x - self.centre, self.weights) + self.mean
-        return expected
+    centred = (x - x.mean(axis=0)).astype(np.float64)
+    fitted = Ridge(price * max(float((centred**2).sum()), 1e-12)).fit(centred, y.astype(np.float64))
+    weights: Floats = np.atleast_2d(fitted.coef_).T.astype(np.float32)  # of one target, the coefficients are 1-D
+    return weights
 
 
 def _by_row(x: Floats, weights: Floats) -> Floats:
@@ -233,17 +226,9 @@ def _scale(kinds: Sequence[Floats]) -> Floats:
     return scale
 
 
-def _principal_axes(vectors: Floats, counts: Ids) -> Floats:
-    """Return the R principal axes (D, R) of token vectors (m, D), weighted by how many requests have each token."""
+def _principal_axes(vectors: Floats, counts: Ids | Doubles, n: int) -> Floats:
+    """Return the first principal axes (D, n) of vectors (m, D), of which each counts as many times as `counts` says."""
     shares = (counts / counts.sum())[:, None]
     centred = np.sqrt(shares) * (vectors - (shares * vectors).sum(axis=0))
     _, _, axes = np.linalg.svd(centred.astype(np.float32), full_matrices=False)
-    chosen: Floats = np.ascontiguousarray(axes[:_N_AXES].T)
-    return chosen
-
-
-def _axes(targets: Floats, dim: int) -> Floats:
-    """Return the directions (T, F) in which targets vary most."""
-    _, _, axes = np.linalg.svd((targets - targets.mean(axis=0)).astype(np.float32), full_matrices=False)
-    chosen: Floats = np.ascontiguousarray(axes[:dim].T)
-    return chosen
+    return np.ascontiguousarray(axes[:n].T)
