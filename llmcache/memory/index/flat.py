@@ -161,17 +161,19 @@ class AutoIndex(Index):
         self.dim, self._switch, self._probes = dim, switch, probes
         self._rows: FlatIndex | InvertedFile = FlatIndex(dim)
         self._most = switch  # rows beyond which a new structure is built
-        self._build: _Build | None = None
+        self._build: Thread | None = None
+        self._built: InvertedFile | None = None  # by that thread
+        self._missed: set[int] = set()  # ids added or removed since its copy was made
 
     def add(self, ids: Ids, x: Floats) -> None:
         check_ids(ids, x, self.dim)
         self._adopt_build()
         self._rows.add(ids, x)
         if self._build is not None:
-            self._build.missed.update(ids.tolist())
+            self._missed.update(ids.tolist())
         elif len(self) > self._most:
             held = self._rows.ids()
-            self._build = _Build(held, self._rows.vectors(held), self._probes)
+            self._build = Thread(target=self._make_file, args=(held, self._rows.vectors(held)), name="llmcache-index")
             self._build.start()
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
@@ -185,7 +187,7 @@ class AutoIndex(Index):
         self._adopt_build()
         self._rows.remove(ids)
         if self._build is not None:
-            self._build.missed.update(ids.tolist())
+            self._missed.update(ids.tolist())
         elif isinstance(self._rows, InvertedFile) and len(self) < self._switch // 8:
             flat, held = FlatIndex(self.dim), self._rows.ids()
             flat.add(held, self._rows.vectors(held))
@@ -200,16 +202,22 @@ class AutoIndex(Index):
 
     def _adopt_build(self) -> None:
         """If the thread has built a file, apply later changes to it and use it."""
-        build = self._build
-        if build is None or build.is_alive():
+        if self._build is None or self._build.is_alive():
             return
         self._build, self._most = None, _GROWTH * len(self)
-        if build.file is not None:  # None: memory ran out, or the process was forked
-            missed = np.array([*build.missed], np.int64)
-            build.file.remove(missed)
+        file, missed = self._built, np.array([*self._missed], np.int64)
+        self._built, self._missed = None, set()
+        if file is not None:  # None: memory ran out, or the process was forked
+            file.remove(missed)
             again = missed[[name in self._rows for name in missed.tolist()]]
-            build.file.add(again, self._rows.vectors(again))
-            self._rows = build.file
+            file.add(again, self._rows.vectors(again))
+            self._rows = file
+
+    def _make_file(self, ids: Ids, x: Floats) -> None:
+        """Build an inverted file of rows (N, F), in a thread."""
+        load_faiss().omp_set_num_threads(1)  # for this thread only: other cores compute the model
+        with suppress(MemoryError, RuntimeError):  # FAISS raises RuntimeError; searches keep the old structure
+            self._built = InvertedFile(ids, x, self._probes)
 
 
 class InvertedFile(Index):
@@ -255,11 +263,9 @@ class InvertedFile(Index):
         return rows
 
     def remove(self, ids: Ids) -> None:
-        faiss = load_faiss()
-
         gone = self._held.intersection(ids.tolist())
         if gone:
-            self._faiss.remove_ids(faiss.IDSelectorArray(np.array([*gone], np.int64)))
+            self._faiss.remove_ids(load_faiss().IDSelectorArray(np.array([*gone], np.int64)))
             self._held -= gone
 
     def ids(self) -> Ids:
@@ -274,18 +280,3 @@ class InvertedFile(Index):
     @property
     def nbytes(self) -> int:
         return len(self) * (4 * self.dim + 24) + 4 * self.dim * int(self._faiss.nlist)
-
-
-class _Build(Thread):
-    """Builds an inverted file of rows (N, F) in a thread."""
-
-    def __init__(self, ids: Ids, x: Floats, probes: int) -> None:
-        super().__init__(name="llmcache-index")
-        self._arguments = ids, x, probes
-        self.file: InvertedFile | None = None
-        self.missed: set[int] = set()  # ids added or removed since the copy was made
-
-    def run(self) -> None:
-        load_faiss().omp_set_num_threads(1)  # for this thread only: other cores compute the model
-        with suppress(MemoryError, RuntimeError):  # FAISS raises RuntimeError; searches keep the old structure
-            self.file = InvertedFile(*self._arguments)

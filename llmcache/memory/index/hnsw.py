@@ -69,8 +69,7 @@ class HNSWIndex(Index):
 
     def vectors(self, ids: Ids) -> Floats:
         slots = np.array([self._slot_of[name] for name in ids.tolist()], np.int64)
-        rows: Floats = self._faiss.reconstruct_batch(slots) if len(slots) else np.empty((0, self.dim), np.float32)
-        return rows
+        return self._faiss.reconstruct_batch(slots) if len(slots) else np.empty((0, self.dim), np.float32)
 
     def remove(self, ids: Ids) -> None:
         for name in ids.tolist():

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.memory.index.base import Index, check_least, check_query, no_rows
+from llmcache.memory.index.base import check_least, check_query, no_rows
 from llmcache.memory.index.flat import FlatIndex
 from llmcache.support.arrays import Floats, Ids
 
 
-class LSHIndex(Index):
+class LSHIndex(FlatIndex):
     """Finds signatures that agree with the query in a whole band, and ranks them by the share of equal entries.
 
     That share estimates the Jaccard similarity of the sets behind two signatures and replaces the inner product here,
@@ -38,14 +38,13 @@ class LSHIndex(Index):
             raise ValueError(
                 f"threshold={threshold}, recall={recall}: give a threshold over 0, at most 1, and a recall between"
             )
-        self.dim = dim
+        super().__init__(dim)
         widths = range(dim // 2, 0, -1)  # datasketch needs at least two bands
         self.width = next((one for one in widths if chance_to_meet(threshold, dim, one) >= recall), 1)
-        self._rows = FlatIndex(dim)
         self._bands: Any = MinHashLSH(num_perm=dim, params=(dim // self.width, self.width))
 
     def add(self, ids: Ids, x: Floats) -> None:
-        self._rows.add(ids, x)
+        super().add(ids, x)
         for name, row in zip(ids.tolist(), x, strict=True):
             self._leave_bands(name)
             self._bands.insert(name, _sketch(row))
@@ -56,25 +55,19 @@ class LSHIndex(Index):
         ids, similarity = no_rows(len(x), width)
         for i, row in enumerate(x):
             candidates = np.sort(np.array(self._bands.query(_sketch(row)), np.int64))
-            share = share_equal(self._rows.vectors(candidates), row)
+            share = share_equal(self.vectors(candidates), row)
             best = np.argsort(-share, kind="stable")[:width]
             ids[i, : len(best)], similarity[i, : len(best)] = candidates[best], share[best]
         return ids, similarity
 
-    def vectors(self, ids: Ids) -> Floats:
-        return self._rows.vectors(ids)
-
     def remove(self, ids: Ids) -> None:
-        self._rows.remove(ids)
+        super().remove(ids)
         for name in ids.tolist():
             self._leave_bands(name)
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     @property
     def nbytes(self) -> int:
-        return self._rows.nbytes + len(self) * (self.dim // self.width) * self.width * 4
+        return super().nbytes + len(self) * (self.dim // self.width) * self.width * 4
 
     def _leave_bands(self, name: int) -> None:
         if name in self._bands:
