@@ -4,6 +4,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import takewhile
 
 from llmcache.memory.policies.base import Policy
 
@@ -60,9 +61,5 @@ class TTL(FIFO):
 
     def expired(self) -> list[str]:
         now = self._now()
-        keys = []
-        for key, put_s in self._order.items():  # oldest first, so stop at the first that is young enough
-            if now - put_s < self.ttl_s:
-                break
-            keys.append(key)
-        return keys
+        expired = takewhile(lambda one: now - one[1] >= self.ttl_s, self._order.items())  # they come first
+        return [key for key, _ in expired]

@@ -20,8 +20,7 @@ class Shares:
         #: By namespace, for all that hold an entry.
         self.policies: dict[str, Policy] = {}
         self._held: dict[str, dict[str, int]] = {}  # bytes by key
-        self._nbytes: dict[str, int] = {}
-        self._largest = Ranking()
+        self._largest = Ranking()  # by bytes, negative
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
@@ -34,7 +33,7 @@ class Shares:
     def add(self, namespace: str, key: str, nbytes: int) -> None:
         """Record an added entry. The caller reports it to the policy."""
         if namespace not in self._held:
-            self.policies[namespace], self._held[namespace], self._nbytes[namespace] = self._make(), {}, 0
+            self.policies[namespace], self._held[namespace] = self._make(), {}
         self._held[namespace][key] = nbytes
         self._grow(namespace, nbytes)
 
@@ -43,8 +42,7 @@ class Shares:
         policy = self.policies[namespace]
         self._grow(namespace, -self._held[namespace].pop(key))
         if not self._held[namespace]:
-            del self.policies[namespace], self._held[namespace], self._nbytes[namespace]
-            self._largest.discard(namespace)
+            del self.policies[namespace], self._held[namespace], self._largest[namespace]
         policy.on_remove(key)  # last: a user's policy may raise
 
     def victim(self, namespace: str, nbytes: int) -> str:
@@ -54,7 +52,7 @@ class Shares:
             KeyError: Nothing is held.
         """
         largest = self._largest.first()
-        if self._nbytes.get(namespace, -nbytes) + nbytes >= self._nbytes[largest]:
+        if namespace in self._held and nbytes - self._largest[namespace][0] >= -self._largest[largest][0]:
             largest = namespace
         return self._first(largest)
 
@@ -64,7 +62,6 @@ class Shares:
         return self._first(max(held, key=held.__getitem__))
 
     def expired(self) -> list[str]:
-        """Return the expired keys of all namespaces; see `Policy.expired`."""
         return [key for policy in list(self.policies.values()) for key in policy.expired()]
 
     def _first(self, namespace: str) -> str:
@@ -76,5 +73,4 @@ class Shares:
         return next(iter(held))
 
     def _grow(self, namespace: str, nbytes: int) -> None:
-        self._nbytes[namespace] += nbytes
-        self._largest[namespace] = -float(self._nbytes[namespace]), 0
+        self._largest[namespace] = self._largest.get(namespace, (0.0, 0))[0] - nbytes, 0
