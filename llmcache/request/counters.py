@@ -39,7 +39,8 @@ class Counters:
         self._clock = clock
         self._store_logged_s = -_LOG_EVERY_S
         self._lock = forkable(threading.RLock())  # reentrant: a signal handler may call stats()
-        self._hits, self._bypassed, self._totals, self._failures = (Counter[str]() for _ in range(4))
+        self._hits, self._bypassed, self._failures = (Counter[str]() for _ in range(3))
+        self._totals = Counter[str]()  # by the name of their field in `Stats`
         self._lookup_s = self._computing_s = self._storing_s = 0.0
         self._logged: set[str] = set() if model is None else _LOGGED.setdefault(model, set())
         self._calls, self._recomputes = Share(), Share()
@@ -63,10 +64,10 @@ class Counters:
         """Count bypassed rows, decode steps apart; log the first bypass of each reason with its cure."""
         with self._lock:
             if reason == "decode":  # a normal part of generation
-                self._totals["decode steps"] += n_rows
+                self._totals["n_decode_steps"] += n_rows
                 return
             self._bypassed[reason] += n_rows
-            self._totals["requests"] += n_rows
+            self._totals["n_requests"] += n_rows
             is_first = reason not in self._logged
             self._logged.add(reason)
             has_turned = reason == "error" and self._end_call()
@@ -139,8 +140,8 @@ class Counters:
     def too_large(self, n: int) -> None:
         """Count `n` requests, 1 or more, that do not fit; log the first."""
         with self._lock:
-            is_first = not self._totals["too_large"]
-            self._totals["too_large"] += n
+            is_first = not self._totals["n_too_large"]
+            self._totals["n_too_large"] += n
         if is_first:
             logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
@@ -163,14 +164,14 @@ class Counters:
                 if outcome.bypassed is not None:
                     self._bypassed[outcome.bypassed] += 1
                 elif outcome.rung is None:
-                    self._totals["misses"] += 1
+                    self._totals["n_misses"] += 1
                 else:
                     self._hits[outcome.rung] += 1
-                    self._totals["skipped"] += 0 if outcome.n_prefix else depth
-                    self._totals["prefix tokens"] += outcome.n_prefix
-            self._totals["prompt tokens"] += n_prompt_tokens
-            self._totals["computed tokens"] += n_computed_tokens
-            self._totals["requests"] += len(outcomes)
+                    self._totals["n_layers_skipped"] += 0 if outcome.n_prefix else depth
+                    self._totals["n_prefix_tokens"] += outcome.n_prefix
+            self._totals["n_prompt_tokens"] += n_prompt_tokens
+            self._totals["n_computed_tokens"] += n_computed_tokens
+            self._totals["n_requests"] += len(outcomes)
             self._lookup_s += lookup_s
             self._computing_s += computing_s
             self._storing_s += storing_s
@@ -185,22 +186,13 @@ class Counters:
         """Return the counts, joined with other fields of `Stats`."""
         with self._lock:
             return Stats(
-                n_requests=self._totals["requests"],
                 hits=dict(+self._hits),
-                n_misses=self._totals["misses"],
                 bypassed=dict(+self._bypassed),
-                n_decode_steps=self._totals["decode steps"],
-                n_prompt_tokens=self._totals["prompt tokens"],
-                n_computed_tokens=self._totals["computed tokens"],
-                n_prefix_tokens=self._totals["prefix tokens"],
-                n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
                 computing_ms=self._computing_s * 1e3,
                 storing_ms=self._storing_s * 1e3,
-                n_too_large=self._totals["too_large"],
-                errors=self._totals["errors"],
                 health=self._health(),
-                **held,
+                **{**self._totals, **held},
             )
 
 
