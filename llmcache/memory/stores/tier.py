@@ -54,6 +54,7 @@ class Tier:
         """
         self._store, self._seal, self._settings = store, seal, settings
         self._behind = WriteBehind(store, seal, counters)
+        self.drain, self.close = self._behind.drain, self._behind.close
         weakref.finalize(self, self._behind.close)  # also at exit, when the thread must not be running torch
         self.break_even = BreakEven(least_tokens)  # told how long calls on the CPU took to compute
         self._memory = memory
@@ -64,7 +65,7 @@ class Tier:
         self._n_changes = 0  # changes of these numbers by purges
         self._ask_again_s = 0.0
         self._scopes: dict[Scope, str] = {}
-        self._counts: Counter[str] = Counter()
+        self._n_asked = self._n_found = 0
         self._mismatched: Counter[str] = Counter()
         self._read_s = 0.0
         self.follow()  # starts at the current cursor: memory holds nothing from earlier purges
@@ -209,8 +210,8 @@ class Tier:
         started, deadline = perf_counter(), monotonic() + self.break_even.patience_s(n_tokens)
         values = self._get(asked, deadline, open_until=deadline)
         took_s, n_found = perf_counter() - started, sum(one is not None for one in values)
-        self._counts["asked"] += len(asked)
-        self._counts["found"] += n_found
+        self._n_asked += len(asked)
+        self._n_found += n_found
         self._read_s += took_s
         if n_found:
             self.break_even.looked_up(n_tokens, took_s)
@@ -277,18 +278,12 @@ class Tier:
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
-        self._behind.drain()
-
-    def close(self) -> None:
-        self._behind.close()
-
     def stats(self) -> TierStats:
         """Return what this cache has read and written, and what the store holds."""
         held = self._ask("ask the store what it holds", self._store.stats, is_of_call=False)
         return TierStats(
-            n_asked=self._counts["asked"],
-            n_found=self._counts["found"],
+            n_asked=self._n_asked,
+            n_found=self._n_found,
             n_mismatched=dict(self._mismatched),
             n_written=self._behind.n_written,
             n_dropped=self._behind.n_dropped,
