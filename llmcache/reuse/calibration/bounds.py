@@ -8,6 +8,7 @@ Their bets follow the data; ours are a mixture of fixed bets, whose wealth depen
 Sizes: N observations, J bets.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from math import log
 
@@ -16,6 +17,7 @@ import numpy as np
 from llmcache.support.arrays import Doubles
 
 N_BETS = 24
+_MOST_DRAWS = 1 << 40  # that any limit needs
 _PRECISION = 1e-6  # of `edge`, as a share of the range
 
 
@@ -28,13 +30,7 @@ def share_upper(k: int, n: int, delta: float) -> float:
 
 def draws_needed(limit: float, delta: float, k: int = 0) -> int:
     """Return the least number of draws for which `share_upper` of `k` is at most `limit`."""
-    low, high = k, max(1, k)
-    while share_upper(k, high, delta) > limit:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if share_upper(k, middle, delta) <= limit else (middle, high)
-    return high
+    return bisect_left(range(_MOST_DRAWS), True, key=lambda n: share_upper(k, n, delta) <= limit)
 
 
 def mean_upper(x: Doubles, low: float, high: float, delta: float) -> float:
