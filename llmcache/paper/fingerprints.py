@@ -128,8 +128,7 @@ class SimHash(MeanEmbedding):
             rng = np.random.default_rng(self._seed)
             self._planes = rng.standard_normal((features.shape[1], self.bits), dtype=np.float32)
         unit = np.float32(1 / np.sqrt(self.bits))
-        signs: Floats = np.where(product(features, self._planes) >= 0, unit, -unit).astype(np.float32)
-        return signs
+        return np.where(product(features, self._planes) >= 0, unit, -unit).astype(np.float32)
 
 
 class PCAEmbedding(MeanEmbedding):
@@ -151,35 +150,29 @@ class PCAEmbedding(MeanEmbedding):
         super().__init__()
         self.dim = dim
         self.fit_on = fit_on
-        self._centre: Floats | None = None
-        self._axes: Floats | None = None
+        self._learned: Mapping[str, Floats] = {}
 
     @property
     def n_fit(self) -> int:
-        return self.fit_on if self._axes is None else 0
+        return 0 if self._learned else self.fit_on
 
     def fit(self, features: Sequence[Floats]) -> None:
         from sklearn.decomposition import PCA
 
         seen = np.stack(features)
         pca = PCA(n_components=min(self.dim, *seen.shape), svd_solver="full").fit(seen)
-        self._centre = pca.mean_.astype(np.float32)
-        self._axes = np.ascontiguousarray(pca.components_.T, dtype=np.float32)
+        axes = np.ascontiguousarray(pca.components_.T, dtype=np.float32)
+        self._learned = {"centre": pca.mean_.astype(np.float32), "axes": axes}
 
     def project(self, features: Floats) -> Floats:
         """Return centred projections scaled to L2 norm 1, (B, dim)."""
-        if self._centre is None or self._axes is None:
-            raise RuntimeError("fit() comes first")
-        return normalise(product(features - self._centre, self._axes))
+        return normalise(product(features - self._learned["centre"], self._learned["axes"]))
 
     def state(self) -> dict[str, Floats]:
-        if self._centre is None or self._axes is None:
-            return {}
-        return {"centre": self._centre, "axes": self._axes}
+        return dict(self._learned)
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        if state:
-            self._centre, self._axes = state["centre"], state["axes"]
+        self._learned = {name: state[name] for name in ("centre", "axes")} if state else {}
 
 
 class AttentionMean(MeanEmbedding):
@@ -250,8 +243,7 @@ class ShingleMinHash(Fingerprint):
 
         rows = [self._shingles(row[row >= 0].astype(np.int32)) for row in features]
         sketches = MinHash.generator(rows, num_perm=self.n_hashes, seed=self._seed)
-        signatures: Floats = np.stack([sketch.hashvalues & _KEPT_BITS for sketch in sketches]).astype(np.float32)
-        return signatures
+        return np.stack([sketch.hashvalues & _KEPT_BITS for sketch in sketches]).astype(np.float32)
 
     def _shingles(self, ids: NDArray[np.int32]) -> list[bytes]:
         """Return all runs of `width` token ids in ids (n,), as bytes."""
