@@ -7,6 +7,7 @@ n tokens, D_h width.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ class LayerBank:
     ) -> None:
         """Create an empty bank. `make_codec` is called once for each state of the weights, `make_index` with F."""
         self.policy = policy
-        self.max_bytes, self.max_entries = max_bytes, max_entries
+        self.max_bytes, self.max_entries = max_bytes, inf if max_entries is None else max_entries
         self._make_codec, self._make_index = make_codec, make_index
         self.entries: dict[str, Entry] = {}  # by key, oldest first
         self.packers: dict[str, Packer] = {}  # by digest of the weights
@@ -110,7 +111,12 @@ class LayerBank:
         entry = Entry(key, kind, packer.pack(tensors), dtypes)
         if packer.learn(key, kind.scope.namespace, tensors["hidden"]):
             entry.tensors = packer.encode(tensors)
-            self._repack(kind.scope.weights, packer)
+            # Those stored before are packed as well. Their policy ranks do not change.
+            for other in self.entries.values():
+                if other.kind.scope.weights == kind.scope.weights:
+                    self.nbytes -= other.nbytes
+                    other.tensors = packer.encode(other.tensors)
+                    self.nbytes += other.nbytes
         return self._hold(entry, vector)
 
     def index_vector(self, key: str, vector: Floats) -> None:
@@ -198,7 +204,7 @@ class LayerBank:
         if entry.nbytes > self.max_bytes:
             return False
         self.remove(entry.key)
-        while self._is_over(entry.nbytes):
+        while self.entries and (len(self.entries) >= self.max_entries or self.nbytes + entry.nbytes > self.max_bytes):
             self.remove(self.policy.victim())
             self.n_evicted += 1
         self.policy.on_put(entry.key, entry.nbytes)
@@ -225,15 +231,3 @@ class LayerBank:
             self.packers[weights] = Packer(self._make_codec())
         self.latest = self.packers[weights]
         return self.latest
-
-    def _repack(self, weights: str, packer: Packer) -> None:
-        """Pack the entries that were stored before the codec was fitted. Their policy ranks do not change."""
-        for entry in self.entries.values():
-            if entry.kind.scope.weights == weights:
-                self.nbytes -= entry.nbytes
-                entry.tensors = packer.encode(entry.tensors)
-                self.nbytes += entry.nbytes
-
-    def _is_over(self, incoming: int) -> bool:
-        too_many = self.max_entries is not None and len(self.entries) >= self.max_entries
-        return bool(self.entries) and (too_many or self.nbytes + incoming > self.max_bytes)
