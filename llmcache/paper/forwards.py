@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.errors import WrapError
 from llmcache.models.adapters import Adapter, Trunk, cache_name, repack, unpack
 from llmcache.models.arguments import select_rows
-from llmcache.models.hooks import Installed, Listener, Swap, is_wrapped
+from llmcache.models.hooks import Installed, Listener, Swap
 from llmcache.models.packing import Payload
 from llmcache.paper.call import OUT_OF_ORDER, WITHIN, Call, Reuse
 from llmcache.request.rows import Row
@@ -27,29 +26,23 @@ class TrunkForward(Swap):
     """Replaces the trunk's forward."""
 
     is_of_trunk = True
-
-    def __init__(self, module: nn.Module, listener: Listener, call: Callable[..., Any]) -> None:
-        """Have `call(swap, args, kwargs)` return the trunk's output."""
-        super().__init__(module, listener)
-        self._call = call
+    listener: Any  # whose `call(swap, args, kwargs)` returns the trunk's output
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self, args, kwargs)
+        return self.listener.call(self, args, kwargs)
 
 
 class LayerForward(Swap):
     """Replaces one layer's forward."""
 
-    def __init__(
-        self, module: nn.Module, listener: Listener, call_under_way: Callable[[], Call | None], step: Callable[..., Any]
-    ) -> None:
-        """Have `step(swap, number, args, kwargs)` return the output of layer `number` of the call under way."""
+    listener: Any  # whose `layer(swap, number, args, kwargs)` returns the output of a layer of its `call_under_way()`
+
+    def __init__(self, module: nn.Module, listener: Listener) -> None:
         super().__init__(module, listener)
-        self._call_under_way, self._step = call_under_way, step
         self.numbers: list[int] = []  # positions at which the trunk runs it; several if layers are shared
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call_under_way()
+        call: Call | None = self.listener.call_under_way()
         if call is None or call.reason is not None or call.turn == WITHIN:
             return self.original(*args, **kwargs)
         number = call.turn
@@ -57,31 +50,24 @@ class LayerForward(Swap):
             call.turn = OUT_OF_ORDER
             return self.original(*args, **kwargs)
         call.turn = WITHIN
-        output = self._step(self, number, args, kwargs)
+        output = self.listener.layer(self, number, args, kwargs)
         call.turn = number + 1
         return output
 
 
-def install(
-    trunk: Trunk, make_trunk: Callable[[nn.Module], TrunkForward], make_layer: Callable[[nn.Module], LayerForward]
-) -> Installed:
+def install(trunk: Trunk, listener: Listener) -> Installed:
     """Swap the forwards of the trunk and of every layer; return the object that restores them.
 
     After an error, swaps already made are undone.
-
-    Raises:
-        WrapError: The trunk is already wrapped.
     """
-    if is_wrapped(trunk):
-        raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
     installed, swaps = Installed(), dict[nn.Module, LayerForward]()
     try:
         for number, module in enumerate(trunk.layers):
             if module not in swaps:
-                swaps[module] = make_layer(module)
+                swaps[module] = LayerForward(module, listener)
                 installed.add(swaps[module].remove)
             swaps[module].numbers.append(number)
-        installed.add(make_trunk(trunk.module).remove)
+        installed.add(TrunkForward(trunk.module, listener).remove)
     except BaseException:
         installed.remove()
         raise

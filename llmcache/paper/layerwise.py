@@ -46,9 +46,6 @@ class Layerwise(ContextFlags):
 
         With `is_ahead` all banks are searched before layer 0, the deepest first; otherwise each when its layer is
         reached.
-
-        Raises:
-            WrapError: The trunk is already wrapped.
         """
         super().__init__()
         trunk, head, payload = wrapped.trunk, wrapped.head, wrapped.payload
@@ -65,11 +62,7 @@ class Layerwise(ContextFlags):
         self._n_skipped = self._n_checked = 0
         self._is_retired = False
         self._local = threading.local()  # `call`: this thread's innermost call; `last`: outcomes
-        self.installed: Installed = install(
-            trunk,
-            lambda module: TrunkForward(module, self, self.call),
-            lambda module: LayerForward(module, self, self.call_under_way, self.layer),
-        )
+        self.installed: Installed = install(trunk, self)
         if self._is_after_norm and trunk.norm is not None:
             self.installed.add(listen(trunk.norm, self._on_norm))
         if attention is not None:
@@ -334,9 +327,7 @@ class Layerwise(ContextFlags):
 
     @property
     def last(self) -> tuple[Outcome, ...]:
-        """The outcome of each row of this thread's last call."""
-        outcomes: tuple[Outcome, ...] = getattr(self._local, "last", ())
-        return outcomes
+        return getattr(self._local, "last", ())
 
     def join(self, kv_cache: Any, rows: Sequence[tuple[Any, int]]) -> None:
         """Follow nothing: generated tokens are not stored."""
@@ -395,5 +386,4 @@ class Layerwise(ContextFlags):
         save(folder, self._wrapped, config, {"layers": self._banks}, {})
 
     def restore(self, saved: Saved) -> None:
-        """Load a save into the empty cache."""
         saved.restore(self.payload.name, {"layers": self._banks})
