@@ -219,7 +219,6 @@ class CallSignatures:
         return CallSignature(names, None, attention, causal, keeps_kv, kind)
 
     def _is_kv_kept(self, arguments: Mapping[str, Any], causal: Causal) -> bool:
-        """Whether the caller keeps the K/V of a call."""
         asked, configured = self._use_cache(arguments)
         if self.returning is None or causal.makes_dynamic_cache or arguments.get(CACHE) is not None:
             return bool(configured if asked is None else asked) or arguments.get(CACHE) is not None

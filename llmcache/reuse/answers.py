@@ -161,8 +161,7 @@ class Embeddings(Answers):
 
     def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
         """Return the cosine."""
-        cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
-        return cosine
+        return signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
 
     def margins(self, output: Floats) -> Floats:
         """Return zeros (N, 1): a vector does not tell how far off it is."""

@@ -23,7 +23,6 @@ class SearchCost:
     """Times of searching and computing of one wrapped model. Thread-safe."""
 
     def __init__(self) -> None:
-        """Start without times: all calls are searched."""
         self._calibration: object = None  # the calibration that the times belong to
         self._lock = forkable(threading.Lock())
         self._restart()
@@ -32,7 +31,6 @@ class SearchCost:
         self._times = LookUpTimes(_LEAST, _LEAST // 8, _WINDOW, _SELDOM)
 
     def pays(self, call: Call) -> bool:
-        """Whether to search a call for approximate hits."""
         with self._lock:
             return self._times.pays(_length_of(call))
 
@@ -53,11 +51,8 @@ class SearchCost:
                 self._times.looked_up(length, call.search_s, call.n_searched, n_hits)
             if call.computed:
                 self._times.computed(length, call.computing_s, len(call.computed))
-            if self._times.of(length).is_off != was_off:
-                self._log_switch(length)
-
-    def _log_switch(self, length: int) -> None:
-        times = self._times.of(length)
+            if (times := self._times.of(length)).is_off == was_off:
+                return
         logger.warning(
             "llmcache: approximate reuse %s of up to %d tokens: %.1f %% of %d requests hit, a search takes %.2f ms, "
             "computing %.2f ms (auto_bypass=False searches always)",

@@ -48,7 +48,6 @@ class LookUpTimes:
         self._by_length = defaultdict[int, Times](lambda: Times(window))
 
     def of(self, n_tokens: int) -> Times:
-        """Return the times of this length."""
         return self._by_length[n_tokens.bit_length()]
 
     @property
@@ -57,7 +56,6 @@ class LookUpTimes:
         return max((1 << length for length, times in list(self._by_length.items()) if times.is_off), default=0)
 
     def pays(self, n_tokens: int) -> bool:
-        """Whether to look up a value."""
         times = self.of(n_tokens)
         times.n_skipped = (times.n_skipped + 1) % self._seldom if times.is_off else 0
         return times.n_skipped == 0

@@ -37,7 +37,6 @@ class KnownFeatures:
         return features_of(self._semantic.chooser.choose(call.scope, [row], vectors, forecasts)[0], forecasts[0])
 
     def keep(self, batch: Mapping[str, Features]) -> None:
-        """Keep features, by key, for repeats of these requests."""
         for key, features in batch.items():
             self._known.pop(key, None)
             self._known[key] = features

@@ -44,7 +44,6 @@ class Rate:
 
     @property
     def n(self) -> int:
-        """Number of requests."""
         return self._by_scale.total()
 
     @property
@@ -72,8 +71,7 @@ class Rate:
 
         def lost(scale: float | Doubles) -> Doubles:
             """Return the log factors (J,) of a request without an event."""
-            left: Doubles = np.log1p(-_STAKES * self._floor * scale)
-            return left
+            return np.log1p(-_STAKES * self._floor * scale)
 
         idle = sum((n * lost(scale) for scale, n in self._by_scale.items()), np.zeros(len(_STAKES)))
 
@@ -101,8 +99,7 @@ class Rate:
 
     def _kept(self, rate: float, weight: float | Doubles, scale: float | Doubles) -> Doubles:
         """Return the log factors (J,) of bets on a rate below `rate`, for a request that counts `weight`."""
-        change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * scale) - rate))
-        return change
+        return np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * scale) - rate))
 
 
 def _columns(samples: Counter[tuple[float, float]]) -> tuple[Doubles, Doubles, Doubles]:
