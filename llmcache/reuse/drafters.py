@@ -7,7 +7,7 @@ Sizes: n tokens of a row, C outputs, D hidden width.
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -78,6 +78,7 @@ class GraphDrafter:
             Exception: The head takes more than tokens, mixes rows, or cannot be copied.
         """
         self.engine, self._read, self._payload = engine, read, payload
+        self.states, self.close = engine.twin.pack, engine.close
         self.head = head if payload is None else ""
         self._given = threading.local()  # the trunk's output that the head reads
         self._head: nn.Module = nn.Identity()
@@ -90,7 +91,7 @@ class GraphDrafter:
                 raise ValueError("the head of the wrapped model mixes the rows of a call")
             self._readers = _readers_of(model, trunk)
             replicas = make_replicas(model)
-            replicas[trunk.module].forward = self._give_states
+            replicas[trunk.module].forward = lambda *args, **kwargs: self._given.states
             self._head = replicas[model]
             self._names = names_of(model.forward)
             self._takes_dict = takes_dict(model)
@@ -113,16 +114,6 @@ class GraphDrafter:
             return made, _to_host(kept.float().mean(dim=0))
         self._given.states = self.engine.twin.pack(made, {})
         return made, _to_host(self._read(_run(self._head, self._takes_dict, self._names, inputs))[0])
-
-    def states(self, made: Sequence[Tensor], arguments: Mapping[str, Any]) -> Any:
-        return self.engine.twin.pack(made, arguments)
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def _give_states(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the trunk's forward in the head's twin."""
-        return self._given.states
 
 
 class ModelDrafter:
@@ -275,5 +266,4 @@ def _longest(model: nn.Module) -> float:
 
 def _to_host(output: Tensor) -> Floats:
     """Return an output (C,) as an array."""
-    made: Floats = output.float().cpu().numpy()
-    return made
+    return output.float().cpu().numpy()
