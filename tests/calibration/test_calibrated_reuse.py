@@ -364,8 +364,9 @@ def test_a_request_that_comes_twice_in_a_batch_is_one_source(cache: LLMCache) ->
     assert made.n_sources == len(inside.sources(cache)) <= 200
     observed, fitter = cache.observe(SAMPLE[200:210]), cache.calibrated.fitter
     keys = [case.row.key for case in observed[:5]]
-    risks, sources = fitter.risks(observed, set(keys))
-    assert np.isneginf(risks[:5]).all() and not np.isneginf(risks[5:]).any() and sources[:5] == keys
+    found = fitter.look_up(observed, set(keys))
+    assert [one.risk == -np.inf for one in found] == [True] * 5 + [False] * 5
+    assert [one.key for one in found[:5]] == keys
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------

@@ -157,11 +157,6 @@ class CalibrationFitter:
                 found[key] = Found(-inf, key, "exact") if key in repeated else self._find(case)
         return [found[case.row.key] for case in cases]
 
-    def risks(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """Return the risk (N,) of each request and the key of the source that would serve it; see `look_up`."""
-        found = self.look_up(cases, repeated)
-        return np.array([source.risk for source in found], np.float64), [source.key for source in found]
-
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
         """Return the profile of requests of C, with which later requests are compared."""
         learned = [features_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
@@ -200,8 +195,11 @@ class CalibrationFitter:
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
     ) -> HoldoutOutcome:
         """Return risk and loss of each held-out request (of part C, say) as if a rung in use served it at any risk."""
-        risk, found = self.risks(cases, set(sources))
-        semantic = self._outcome(risk, cases, [None if key is None else sources[key] for key in found], metric)
+        found = self.look_up(cases, set(sources))
+        risk = np.array([source.risk for source in found], np.float64)
+        semantic = self._outcome(
+            risk, cases, [None if (key := one.key) is None else sources[key] for one in found], metric
+        )
         if any(case.own is not None for case in cases):
             semantic = replace(semantic, computed=self._outcome(risk, cases, cases, metric).loss)
         if [*self.shares] == [SEMANTIC]:
@@ -259,7 +257,6 @@ class CalibrationFitter:
                     self.sources.remove(key)
 
     def source_of(self, case: Observation) -> Source:
-        """Return a computed request as a source."""
         return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row))
 
     def _choose(self, case: Observation) -> Choice | None:
