@@ -33,7 +33,7 @@ from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.audit.recompute import RecomputeQueue
 from llmcache.reuse.audit.recomputer import Recomputer
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.reuse.calibration.calibration import Calibration, InForce, check_size
+from llmcache.reuse.calibration.calibration import Calibration, check_size
 from llmcache.reuse.calibration.inputs import Requests, batches, n_rows, numbered, tokenised
 from llmcache.reuse.calibration.observer import Observer, collect
 from llmcache.reuse.calibration.requirements import check_settings, refuse_coupled
@@ -96,13 +96,12 @@ class Calibrator:
         bank.watch(sources.remove)
         chooser = NeighbourChooser(sources, answers, _make_gate(trunk, config, wrapped.tokenizer))
         self._head = Weights(model, without=trunk.module)
-        in_force = InForce()
-        semantic = Semantic(bank, sources, fingerprint, chooser, in_force, self._head, counters)
+        semantic = Semantic(bank, sources, fingerprint, chooser, self._head, counters)
         draft = None
         if config.draft is not None:
             draft = self._make_draft(config.draft, answers, semantic, make_graph)
         fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, draft)
-        calibrated = CalibratedReuse(fitter, in_force, self._head, counters, config)
+        calibrated = CalibratedReuse(fitter, semantic, counters, config)
         self._observer = Observer(answers, wrapped.read, self._head, draft, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
         recomputer = Recomputer(trunk, self._weights, calibrated, self._observer, counters, self._compute_again, queue)
@@ -114,7 +113,7 @@ class Calibrator:
         if not (answers.reads_payload and (model is trunk.module or takes_dict(model))):
             self._watch(model, trunk, forward)
         search_cost = SearchCost() if config.auto_bypass else None
-        self.reuse = Approximate(calibrated, semantic, draft, audit, sharing, search_cost)
+        self.reuse = Approximate(calibrated, audit, sharing, search_cost)
         forward.use(self.reuse)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
@@ -272,8 +271,7 @@ class Calibrator:
         return replicas[self._model]
 
     def _give_way(self, module: nn.Module, args: Any) -> None:
-        if self.reuse.audit.worker.may_stop:
-            self.reuse.audit.worker.give_way()
+        self.reuse.audit.worker.give_way()
 
     def _watch(self, model: nn.Module, trunk: Trunk, forward: CachedForward, is_kept: bool = True) -> None:
         """Swap the model's forward, so that the observer gets its output.

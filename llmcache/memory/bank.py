@@ -46,6 +46,11 @@ class Entry:
         fields = {f"field{i}": one for i, one in enumerate(self.fields)}
         return fields | {f"padding{i}": one for i, one in enumerate(self.padding)}
 
+    @property
+    def about(self) -> tuple[str, tuple[str, ...], str]:
+        """Its key, scope and layout as JSON values, for saves."""
+        return self.key, astuple(self.scope), self.layout.hex()
+
     @classmethod
     def of(cls, key: str, scope: Scope, tensors: Mapping[str, Tensor], layout: str) -> "Entry":
         """Return an entry from its `tensors` and the hexadecimal form of its layout."""
@@ -202,14 +207,12 @@ class Bank:
     def state(self, weights: str) -> tuple[list[Any], dict[str, Tensor]]:
         """Return key, scope, layout and tensors of each entry for these weights, except pinned ones."""
         entries = [one for one in self.entries() if one.scope.weights == weights and one.key not in self._pinned]
-        about = [(one.key, astuple(one.scope), one.layout.hex()) for one in entries]
-        return pack([(one.tensors, fields) for one, fields in zip(entries, about, strict=True)])
+        return pack([(one.tensors, one.about) for one in entries])
 
     def restore(self, meta: Any, tensors: Mapping[str, Tensor]) -> None:
         """Store the entries that `state` returned, oldest first, as far as they fit."""
         for own, (key, scope, layout) in unpack(meta, tensors):
-            entry = Entry.of(key, Scope(*scope), own, layout)
-            self.put([entry], self.purges.generation)
+            self.put([Entry.of(key, Scope(*scope), own, layout)], self.purges.generation)
 
     # -- eviction ------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,7 @@ from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.reuse.calibration.sharing import SharedCalibration
 from llmcache.reuse.call import Call, Rung
-from llmcache.reuse.decide import Semantic
-from llmcache.reuse.draft import Draft
 from llmcache.reuse.search_cost import SearchCost
-from llmcache.stats import AuditStats
 
 logger = logging.getLogger("llmcache")
 
@@ -24,13 +21,12 @@ class Approximate:
     def __init__(
         self,
         calibrated: CalibratedReuse,
-        semantic: Semantic,
-        draft: Draft | None,
         audit: Audit,
         sharing: SharedCalibration | None,
         search_cost: SearchCost | None,
     ) -> None:
         """Join the parts. `search_cost`: None: search in every call."""
+        semantic, draft = calibrated.semantic, calibrated.fitter.draft
         self.calibrated, self.semantic, self.draft, self.audit = calibrated, semantic, draft, audit
         self.sharing, self.search_cost, self.collected = sharing, search_cost, audit.observer.collected
         self.rungs: Sequence[Rung] = (semantic,) if draft is None else (semantic, draft)
@@ -38,6 +34,8 @@ class Approximate:
         # Bound here, so that a call enters no function in between.
         self.draw, self.served, self.withdraw, self.observe = audit.draw, audit.served, audit.withdraw, audit.observe
         self.is_current = semantic.is_current
+        self.held, self.recheck = calibrated.held, calibrated.head.recheck
+        self.audit_stats, self.close = audit.stats, audit.worker.close
         self.step: Callable[[Scope, int], None] = (lambda scope, number: None) if sharing is None else sharing.step
         self.join: Callable[[Sequence[Any], Any], bool] = (lambda calls, output: True) if draft is None else draft.join
         self.has_part_in: Callable[[Sequence[Any]], bool] = (
@@ -45,15 +43,10 @@ class Approximate:
         )
 
     def fail(self, error: Exception) -> None:
-        """See `Draft.fail`."""
         if self.draft is not None:
             self.draft.fail(error)
 
     # -- upkeep --------------------------------------------------------------------------------------------------------
-
-    def held(self) -> AbstractContextManager[object]:
-        """Hold back calibrations within a `with` block."""
-        return self.calibrated.held()
 
     def forget(self, namespace: str | None) -> None:
         """Drop sources and collected requests of a namespace (None: all), and end a calibration with such sources."""
@@ -82,16 +75,7 @@ class Approximate:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the indexes."""
         return self.semantic.sources.index_nbytes
-
-    def audit_stats(self) -> AuditStats:
-        """Return the figures of the audit."""
-        return self.audit.stats()
-
-    def recheck(self) -> None:
-        """Hash all weights outside the trunk again in the next call."""
-        self.calibrated.head.recheck()
 
     def settle(self) -> int:
         """Do all background work now; return how many jobs this thread did."""
@@ -101,12 +85,7 @@ class Approximate:
             self.sharing.settle()
         return n_done
 
-    def close(self) -> None:
-        """Close the audit's thread."""
-        self.audit.worker.close()
-
     def close_draft(self) -> None:
-        """Free the draft."""
         if self.draft is not None:
             self.draft.close()
 

@@ -22,13 +22,13 @@ from llmcache.models.weights import Weights
 from llmcache.request.counters import Counters
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.answers import Answers
-from llmcache.reuse.calibration.calibration import Calibration, InForce
+from llmcache.reuse.calibration.calibration import Calibration
 from llmcache.reuse.call import Call, Hit
 from llmcache.reuse.content_gate import ContentGate
 from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.sources import Choice, Near, Sources
-from llmcache.support.arrays import Bools, Doubles, Floats, below
+from llmcache.support.arrays import Bools, Doubles, Floats
 
 K = 8  # neighbours that vote
 _WIDTH = 0.05  # difference in similarity at which a vote counts 1 / e
@@ -45,17 +45,51 @@ class Evidence(NamedTuple):
     closeness: Sequence[float] = ()  # how well each neighbour's answer fits the request's forecast (n,)
 
 
-class Risk:
-    """The risk model. Fitted by a calibration; until then every risk is infinite."""
+class Odds:
+    """A logistic regression on how likely an answer changes: infinitely, until a calibration fits it."""
 
     def __init__(self) -> None:
         self._weights: Sequence[float] = ()  # of the features (F,), then the intercept
 
+    def chance(self, features: Sequence[float]) -> float:
+        """Return the probability of a change, 0 to 1, given features (F,)."""
+        weights = self._weights
+        if not weights:
+            return inf
+        log_odds = sum(map(mul, weights, features), weights[-1])
+        return 1 / (1 + exp(min(-log_odds, _HIGHEST)))
+
+    def fit(self, features: Sequence[Sequence[float]], changes: Sequence[bool]) -> None:
+        """Fit to features (N, F) and whether the answers changed (N,)."""
+        from sklearn.linear_model import LogisticRegression
+
+        known = np.array(features)
+        centre, scale = known.mean(axis=0), known.std(axis=0) + 1e-6
+        # Two artificial requests, one changed and one not, since the fit needs both classes.
+        shown = np.vstack([(known - centre) / scale, np.zeros((2, known.shape[1]))])
+        fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
+        weights = fitted.coef_[0] / scale
+        self.restore({"weights": np.array([*weights, float(fitted.intercept_[0] - weights @ centre)], np.float32)})
+
+    def state(self) -> dict[str, Floats]:
+        return {"weights": np.array(self._weights, np.float32)}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take weights as they are saved, in float32, so that a loaded cache decides as the saved one did."""
+        self._weights = tuple(state["weights"].tolist())
+
+
+class Risk:
+    """The risk model. Until it is fitted, every risk is infinite."""
+
+    def __init__(self) -> None:
+        self.odds = Odds()
+
     def choose(self, seen: Evidence) -> tuple[int, float]:
         """Return the index of the neighbour with the least risk, and that risk; infinite if none may serve."""
-        number, least, weights = 0, inf, self._weights
-        for candidate, features in _describe(seen) if weights else ():
-            if (risk := chance(weights, features)) < least:
+        number, least = 0, inf
+        for candidate, features in _describe(seen):
+            if (risk := self.odds.chance(features)) < least:
                 number, least = candidate, risk
         return number, least
 
@@ -67,15 +101,7 @@ class Risk:
             for number, features in _describe(evidence)
         ]
         if examples:
-            self._weights = fit_odds([features for features, _ in examples], [changed for _, changed in examples])
-
-    def state(self) -> dict[str, Floats]:
-        """Return the fitted weights."""
-        return {"weights": np.array(self._weights, np.float32)}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Restore the weights that `state` returned."""
-        self._weights = rounded(state["weights"])
+            self.odds.fit([features for features, _ in examples], [changed for _, changed in examples])
 
 
 class NeighbourChooser:
@@ -85,6 +111,11 @@ class NeighbourChooser:
         """Choose among `sources`; a gate also compares tokens."""
         self._sources, self._answers, self._gate = sources, answers, gate
         self._risk = Risk()
+        #: What a calibration fits, by name in saves.
+        self.fitted: dict[str, Odds | Answers | ContentGate] = {}
+        self.fitted |= {"chooser.decision": self._risk.odds, "chooser.answers": answers}
+        if gate is not None:
+            self.fitted["chooser.gate"] = gate
 
     def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats) -> list[Choice | None]:
         """Return the choice for each row, from fingerprints (B, F) and forecasts (B, C); None: no neighbours."""
@@ -127,22 +158,6 @@ class NeighbourChooser:
         is_changed = [not (is_right and is_right[n]) for (n, _), (_, is_right) in zip(chosen, looks, strict=True)]
         return np.array([risk for _, risk in chosen], np.float64), np.array(is_changed, np.float64)
 
-    def state(self) -> dict[str, Floats]:
-        """Return the fitted arrays of risk model, answers and gate, by name."""
-        return {
-            f"{part}.{name}": array for part, fitted in self._fitted_parts() for name, array in fitted.state().items()
-        }
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Restore the arrays that `state` returned."""
-        for part, fitted in self._fitted_parts():
-            fitted.restore(below(f"{part}.", state))
-
-    def _fitted_parts(self) -> Iterator[tuple[str, Risk | Answers | ContentGate]]:
-        yield from (("decision", self._risk), ("answers", self._answers))
-        if self._gate is not None:
-            yield "gate", self._gate
-
     def _see(self, near: Near, forecast: Floats) -> Evidence:
         signatures = np.concatenate(list(map(_ANSWER, near.sources))).reshape(len(near.sources), -1)
         agree = self._answers.agree(signatures[:, None], signatures).tolist()
@@ -164,20 +179,21 @@ class Semantic:
         sources: Sources,
         fingerprint: LearnedFingerprint,
         chooser: NeighbourChooser,
-        in_force: InForce,
         head: Weights,
         counters: Counters,
     ) -> None:
-        """Serve from `sources` within the limit of the calibration in force; `head`: the weights outside the trunk."""
+        """Serve from `sources` once there is a calibration; `head`: the weights outside the trunk."""
+        #: In force; None: nothing is reused approximately.
+        self.calibration: Calibration | None = None
         self.bank, self.sources, self.fingerprint, self.chooser = bank, sources, fingerprint, chooser
-        self._in_force, self._head, self._counters = in_force, head, counters
+        self.head, self._counters = head, counters
 
     def serving(self, weights: str) -> Calibration | None:
         """Return the calibration that serves trunk weights of this digest; None if nothing is reused approximately.
 
         Also None while the cache itself fails: the audit cannot be relied on then.
         """
-        calibration = self._in_force.calibration
+        calibration = self.calibration
         if (
             calibration is None
             or calibration.weights != weights
@@ -185,7 +201,7 @@ class Semantic:
             or self._counters.is_failing
         ):
             return None
-        return calibration if calibration.head == self._head.digest() else None
+        return calibration if calibration.head == self.head.digest() else None
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
         """Search for these rows; record fingerprints, forecasts and choices in the call, and hits within the limit."""
@@ -204,7 +220,7 @@ class Semantic:
         if not rows:
             return
         chosen = self.chooser.choose(call.scope, rows, vectors, forecasts)
-        if self._in_force.calibration is not calibration:  # the sources searched may belong to another calibration
+        if self.calibration is not calibration:  # the sources searched may belong to another calibration
             return
         call.calibration, used = calibration, []
         for row, choice, vector, forecast in zip(rows, chosen, vectors, forecasts, strict=True):
@@ -258,27 +274,3 @@ def _describe(seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
                 seen.closeness[number],
             ),
         )
-
-
-def chance(weights: Sequence[float], features: Sequence[float]) -> float:
-    """Return the probability, 0 to 1, of a logistic regression with weights (F + 1,), given features (F,)."""
-    log_odds = sum(map(mul, weights, features), weights[-1])
-    return 1 / (1 + exp(min(-log_odds, _HIGHEST)))
-
-
-def fit_odds(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
-    """Fit a logistic regression from features (N, F) to whether answers change (N,); return weights (F + 1,)."""
-    from sklearn.linear_model import LogisticRegression
-
-    known = np.array(features)
-    centre, scale = known.mean(axis=0), known.std(axis=0) + 1e-6
-    # Two artificial requests, one changed and one not, since the fit needs both classes.
-    shown = np.vstack([(known - centre) / scale, np.zeros((2, known.shape[1]))])
-    fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
-    weights = fitted.coef_[0] / scale
-    return rounded([*weights, float(fitted.intercept_[0] - weights @ centre)])
-
-
-def rounded(weights: Iterable[float]) -> tuple[float, ...]:
-    """Round weights to float32, as saved, so that a loaded cache decides as the saved one did."""
-    return tuple(np.array([*weights], np.float32).tolist())

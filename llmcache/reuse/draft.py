@@ -12,7 +12,7 @@ Sizes: N requests, F features, C outputs, S width of a signature.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from math import inf
 from time import perf_counter
@@ -29,7 +29,7 @@ from llmcache.request.rows import Row
 from llmcache.reuse.answers import Answers, Reading
 from llmcache.reuse.calibration.calibration import DRAFT, SEMANTIC, Calibration
 from llmcache.reuse.call import Bypass, Call, Hit
-from llmcache.reuse.decide import chance, fit_odds, rounded
+from llmcache.reuse.decide import Odds
 from llmcache.reuse.drafters import Drafter
 from llmcache.reuse.sources import Choice
 from llmcache.support.arrays import Doubles, Floats
@@ -80,7 +80,7 @@ class Draft:
         self._answers, self._read, self._packings = answers, read, packings
         self._serving, self._make, self._device = serving, make, device
         self._seen, self._counters = seen, counters
-        self._weights: Sequence[float] = ()  # of the features (F,), then the intercept
+        self.odds = Odds()  # that its answer is another than the model's
         self._lock = forkable(threading.Lock(), is_waited_for=False)
         self._recent: OrderedDict[str, Proposal] = OrderedDict()  # by key of the row
         self.drafter: Drafter | None = None
@@ -102,7 +102,6 @@ class Draft:
         return "" if self.drafter is None else self.drafter.name
 
     def forget(self) -> None:
-        """Drop the latest proposals."""
         self._recent = OrderedDict()
 
     def close(self) -> None:
@@ -129,7 +128,7 @@ class Draft:
         if known:
             drafts, own = (np.stack(part) for part in zip(*known, strict=True))
             changed = ~self._answers.agree(self.sign(drafts), own)
-            self._weights = fit_odds(self._answers.margins(drafts).tolist(), changed.tolist())
+            self.odds.fit(self._answers.margins(drafts).tolist(), changed.tolist())
 
     def risks(self, outputs: Sequence[Floats | None]) -> Doubles:
         """Return how likely each answer differs from the model's (N,); infinite where the draft does not apply."""
@@ -142,16 +141,7 @@ class Draft:
 
     def sign(self, outputs: Floats) -> Floats:
         """Return the signatures (N, S) of outputs (N, C)."""
-        signed: Floats = self._answers.sign(torch.from_numpy(outputs)).numpy()
-        return signed
-
-    def state(self) -> dict[str, Floats]:
-        """Return the fitted weights."""
-        return {"weights": np.array(self._weights, np.float32)}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Restore the weights that `state` returned."""
-        self._weights = rounded(state["weights"])
+        return self._answers.sign(torch.from_numpy(outputs)).numpy()
 
     # -- serving -------------------------------------------------------------------------------------------------------
 
@@ -176,7 +166,7 @@ class Draft:
             return
         if drafter.head not in ("", calibration.head):
             return
-        if self._answers.reads_payload and chance(self._weights, [0.0]) > limit:  # the risk of all requests
+        if self._answers.reads_payload and self.odds.chance([0.0]) > limit:  # the risk of all requests
             return
         found = {}
         for row in rows:
@@ -265,6 +255,4 @@ class Draft:
         return proposal
 
     def _risk(self, output: Floats) -> float:
-        if not self._weights:
-            return inf
-        return chance(self._weights, self._answers.margins(output[None])[0].tolist())
+        return self.odds.chance(self._answers.margins(output[None])[0].tolist())

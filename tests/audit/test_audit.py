@@ -280,7 +280,7 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(cache: LLMCache, monke
 
     def meet(part: nn.Module, *args: Any, **inputs: Any) -> Any:
         number = next(i for i, weight in enumerate(weights) if weight is next(part.parameters()))
-        if number == 0 and worker.may_stop and not came.is_set():
+        if number == 0 and threading.current_thread() is worker._thread and not came.is_set():
             worker.enter()
             came.set()
         elif number == 2:

@@ -298,12 +298,12 @@ def test_other_settings_weights_drafts_and_engines_need_a_calibration(
     made, ids = drafted.calibration, requests(40, seed=4)[0]
     assert drafted.calibrated is not None and made is not None
     for other in ({"draft": "another version"}, {"engine": "another"}):
-        drafted.calibrated.in_force.calibration = replace(made, **other)
+        drafted.calibrated.semantic.calibration = replace(made, **other)
         drafted.save(tmp_path)
         with LLMCache.load(classifier(), tmp_path) as loaded:
             assert loaded.calibration is None and set(ask(loaded, ids)) == {None}
     assert sum("is left out" in one.message for one in caplog.records) == 2
-    drafted.calibrated.in_force.calibration = made
+    drafted.calibrated.semantic.calibration = made
     with torch.no_grad():
         drafted.model.bert.encoder.layer[0].output.dense.weight.mul_(1.01)
     assert set(ask(drafted, ids)) == {None}

@@ -167,7 +167,7 @@ class Audit:
                 self._detector.forget()
 
     def stats(self) -> AuditStats:
-        calibration, status = self._calibrated.in_force.calibration, self._calibrated.status(self._weights.digest())
+        calibration, status = self._semantic.calibration, self._calibrated.status(self._weights.digest())
         n_quarantined = len(self._semantic.sources.quarantined)
         with self._lock:
             n_waiting = len(self._recomputer.queue) + self._is_renewing
@@ -289,7 +289,7 @@ class Audit:
 
         Each calibration has its own account, and a new one after an alarm.
         """
-        calibration = self._calibrated.in_force.calibration
+        calibration = self._semantic.calibration
         if (
             calibration is None
             or calibration.watch is None

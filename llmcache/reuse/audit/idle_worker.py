@@ -117,14 +117,12 @@ class IdleWorker(Generic[Owner]):
         self.leave()
 
     def enter(self) -> None:
-        """Note that a call has begun."""
         with self._condition:
             if not self._n_calls:
                 self._counted_s = self._clock()
             self._n_calls += 1
 
     def leave(self) -> None:
-        """Note that a call has ended."""
         with self._condition:
             self._n_calls = max(0, self._n_calls - 1)  # a call that forks also ends in the child
             self._last_call_s = now = self._clock()
@@ -149,14 +147,9 @@ class IdleWorker(Generic[Owner]):
                 self._credit_s -= spent_s
         return spent_s
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether this is the background thread, whose jobs call `give_way`."""
-        return threading.current_thread() is self._thread
-
     def give_way(self) -> None:
-        """Raise `Preempted` if a call has begun, so that the job is done again later, or if the worker was closed."""
-        if self._n_calls or self._is_closed:
+        """Raise `Preempted` in the background thread if a call has begun or the worker was closed: see `Preempted`."""
+        if threading.current_thread() is self._thread and (self._n_calls or self._is_closed):
             raise Preempted
 
     def drain(self) -> int:
@@ -204,11 +197,13 @@ class IdleWorker(Generic[Owner]):
         return max(0.0, self._last_call_s + self._idle_s - self._clock())
 
     def _do_one(self, job: Job[Owner] | None = None, is_background: bool = False) -> bool:
-        """Do a job, by default the oldest; return whether there was one. In the background, do none during a call."""
+        """Do a job, by default the oldest; return whether it was waiting. In the background, do none during a call."""
         with self._working:
             with self._condition:
                 may_begin = not (self._is_working or (is_background and self._n_calls))
-                job = self._take(job) if may_begin else None
+                job = next((one for one in self._jobs if may_begin and job in (None, one)), None)
+                if job is not None:
+                    self._jobs.remove(job)
             owner = self._owner()
             if job is None or owner is None:
                 return False
@@ -222,12 +217,3 @@ class IdleWorker(Generic[Owner]):
             finally:
                 self._is_working = False
         return True
-
-    def _take(self, job: Job[Owner] | None) -> Job[Owner] | None:
-        """Remove a job, by default the oldest, from the queue and return it; None if it is gone."""
-        if job is None:
-            return self._jobs.popleft() if self._jobs else None
-        if job not in self._jobs:  # another thread has taken it
-            return None
-        self._jobs.remove(job)
-        return job

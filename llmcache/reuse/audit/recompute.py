@@ -31,7 +31,7 @@ class Origin(NamedTuple):
     attention: str  # its implementation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Recompute:
     """A served row that waits to be recomputed."""
 
@@ -78,7 +78,7 @@ class RecomputeQueue:
                 alike = [task for task in self._waiting if self._kind(task) == kind]
                 taken = sorted(alike, key=lambda task: abs(_length(task) - _length(taken[0])))[:n_most]  # less padding
                 self._max_batch = min(2 * self._max_batch, _MAX_BATCH)
-            self._waiting = [task for task in self._waiting if not any(task is other for other in taken)]
+            self._waiting = [task for task in self._waiting if task not in taken]
             return taken
 
     def put_back(self, tasks: Sequence[Recompute]) -> None:

@@ -47,7 +47,7 @@ class Recomputer:
     def add(self, call: Call, row: Row, drawn: Audited) -> None:
         """Queue a hit of a finished call; the model may have been edited since."""
         scope = call.scope
-        origin = Origin(scope.weights, self.calibrated.head_digest(), scope.attention)
+        origin = Origin(scope.weights, self.calibrated.head.digest(), scope.attention)
         self.queue.add(copy_row(call, row, drawn, origin))
 
     def resume(self) -> list[Recompute]:
@@ -79,7 +79,7 @@ class Recomputer:
                 for task in tasks:
                     yield from self._run_all([task], left)
                 return
-            _remove(tasks[0], left)
+            left.remove(tasks[0])
             if self._can_compute:
                 self.counters.look(error)
                 yield tasks[0], None
@@ -87,7 +87,7 @@ class Recomputer:
                 self.queue.park(tasks)
             return
         for task in tasks:
-            _remove(task, left)
+            left.remove(task)
         if not cases:
             self.queue.park(tasks)
         for task, case in zip(tasks, cases, strict=False):
@@ -138,7 +138,7 @@ class Recomputer:
             self.calibrated.grow(calibration, {0: case}, {0: fitter.fingerprint.project([case.tokens])[0][0]})
 
     def _origin(self) -> Origin:
-        return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)
+        return Origin(self.weights.digest(), self.calibrated.head.digest(), self.trunk.attention)
 
     @property
     def _can_compute(self) -> bool:
@@ -149,7 +149,3 @@ class Recomputer:
         """Whether the calibration that served hits of an origin has ended, so that they need no audit."""
         calibration = self.calibrated.calibration
         return calibration is None or (calibration.weights, calibration.head) != (origin.weights, origin.head)
-
-
-def _remove(task: Recompute, left: list[Recompute]) -> None:
-    left[:] = [other for other in left if other is not task]

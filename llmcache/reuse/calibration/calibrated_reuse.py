@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -24,15 +24,15 @@ from torch import Tensor
 from llmcache.config import CacheConfig
 from llmcache.errors import CalibrationError
 from llmcache.memory.bank import Entry
-from llmcache.models.weights import Weights
 from llmcache.request.counters import Counters
 from llmcache.request.rows import Scope
 from llmcache.reuse.calibration import calibration as cal
-from llmcache.reuse.calibration.calibration import Calibration, InForce
+from llmcache.reuse.calibration.calibration import Calibration
 from llmcache.reuse.calibration.inputs import check_labels
 from llmcache.reuse.calibration.observer import flaw
 from llmcache.reuse.calibration.risk_target import Metric, RiskTarget
 from llmcache.reuse.calibration.training import CalibrationFitter
+from llmcache.reuse.decide import Semantic
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.sources import Source
 from llmcache.stats import Status
@@ -56,18 +56,18 @@ _DRIFT = (
 class CalibratedReuse:
     """Calibrated reuse of one wrapped model. Thread-safe."""
 
-    def __init__(
-        self, fitter: CalibrationFitter, in_force: InForce, head: Weights, counters: Counters, config: CacheConfig
-    ) -> None:
-        """Learn from the first requests, or wait for `calibrate`; `head` watches the weights outside the trunk."""
+    def __init__(self, fitter: CalibrationFitter, semantic: Semantic, counters: Counters, config: CacheConfig) -> None:
+        """Learn from the first requests, or wait for `calibrate`; `semantic` serves by the calibration in force."""
         self.fitter = fitter
-        self.chooser = fitter.chooser
-        self.in_force = in_force
+        self.semantic = semantic
         #: The latest calibration, with its alarms and drift; kept after it has ended.
         self.latest: Calibration | None = None
         self._answers, self._draft = fitter.answers, fitter.draft
         self._bank = fitter.bank
-        self.head = head
+        self._fitted = {"fingerprint": fitter.fingerprint, **fitter.chooser.fitted}  # by name in saves
+        if fitter.draft is not None:
+            self._fitted["draft"] = fitter.draft.odds
+        self.head = semantic.head
         self._counters = counters
         self._learn = config.learn  # requests after which it calibrates by itself; None: never
         self._renews = config.recalibrate is not None
@@ -84,7 +84,7 @@ class CalibratedReuse:
     @property
     def calibration(self) -> Calibration | None:
         """The calibration in force."""
-        return self.in_force.calibration
+        return self.semantic.calibration
 
     @property
     def is_learning(self) -> bool:
@@ -105,20 +105,17 @@ class CalibratedReuse:
     def is_made_for(self, weights: str) -> bool:
         """Whether the calibration was made for these weights of the trunk and the present weights of the head."""
         calibration = self.calibration
-        return calibration is not None and calibration.weights == weights and calibration.head == self.head_digest()
+        return calibration is not None and calibration.weights == weights and calibration.head == self.head.digest()
 
     @property
     def draft_name(self) -> str:
         """Name of the draft that calibrations are made with now; "" without one."""
         return "" if self._draft is None else self._draft.drafter_name
 
-    def head_digest(self) -> str:
-        return self.head.digest()
-
     def end(self) -> None:
         """End the calibration: nothing is reused approximately, and its sources may be evicted."""
         with self._lock:
-            self.in_force.calibration, self.namespaces = None, set()
+            self.semantic.calibration, self.namespaces = None, set()
             self.fitter.clear()
 
     def forget(self, namespace: str | None = None) -> None:
@@ -230,7 +227,7 @@ class CalibratedReuse:
             if calibration.n_alarms:
                 self.end()
             else:
-                self.in_force.calibration = updated
+                self.semantic.calibration = updated
             self.latest = updated
         logger.warning(_ALARM, calibration.max_drop, "nothing" if calibration.n_alarms else "half as much")
 
@@ -243,7 +240,7 @@ class CalibratedReuse:
         with self._lock:
             updated = replace(calibration, has_drifted=True)
             if self.calibration is calibration:
-                self.in_force.calibration = updated
+                self.semantic.calibration = updated
                 if self._learn is not None:
                     self.end()
                 self.latest = updated
@@ -321,7 +318,7 @@ class CalibratedReuse:
             engine=learned[0].scope.engine,
         )
         self.namespaces = {case.scope.namespace for case in sources.values()}
-        self.in_force.calibration = self.latest = calibration
+        self.semantic.calibration = self.latest = calibration
         return calibration
 
     def state(self, weights: str) -> tuple[Any, dict[str, Tensor]]:
@@ -330,14 +327,10 @@ class CalibratedReuse:
             calibration, sources = self.calibration, list(self.fitter.sources)
             if calibration is None or calibration.weights != weights or not sources:
                 return None, {}
-            descriptions = [(*_describe(source), source.ids.hex(), source.length) for source in sources]
-            meta, tensors = pack(
-                [(source.entry.tensors, about) for source, about in zip(sources, descriptions, strict=True)]
-            )
-            learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
-            learned |= {f"chooser.{name}": array for name, array in self.chooser.state().items()}
-            if self._draft is not None:
-                learned |= {f"draft.{name}": array for name, array in self._draft.state().items()}
+            meta, tensors = pack([(s.entry.tensors, (*s.entry.about, s.ids.hex(), s.length)) for s in sources])
+            learned = {
+                f"{of}.{name}": array for of, part in self._fitted.items() for name, array in part.state().items()
+            }
             learned |= {
                 "vectors": self.fitter.sources.vectors(sources),
                 "answers": np.stack([s.answer for s in sources]),
@@ -396,10 +389,8 @@ class CalibratedReuse:
             sources.append(Source(Entry.of(key, Scope(*scope), held, layout), bytes.fromhex(ids), answer, length))
         with self._lock:
             self.end()
-            self.fitter.fingerprint.restore(below("fingerprint.", arrays))
-            self.chooser.restore(below("chooser.", arrays))
-            if self._draft is not None:
-                self._draft.restore(below("draft.", arrays))
+            for of, part in self._fitted.items():
+                part.restore(below(f"{of}.", arrays))
             self.fitter.shares = calibration.shares
             self.fitter.forget()
             entries = [source.entry for source in sources if source.entry.fields]
@@ -415,7 +406,7 @@ class CalibratedReuse:
                 if source.key in gone:
                     self.fitter.sources.bury(source.key, source.entry.scope.namespace)
             self.namespaces = set(meta["namespaces"])
-            self.in_force.calibration = self.latest = calibration
+            self.semantic.calibration = self.latest = calibration
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Divide requests into those to learn from and those to test on; refuse too few, or unfit labels."""
@@ -432,9 +423,3 @@ class CalibratedReuse:
             )
         self.check(observed[0], [case.label for case in observed], risk_target)
         return parts
-
-
-def _describe(source: Source) -> tuple[str, tuple[str, ...], str]:
-    """Return key, scope and layout of a source's entry as JSON values."""
-    entry, scope = source.entry, source.entry.scope
-    return entry.key, astuple(scope), entry.layout.hex()

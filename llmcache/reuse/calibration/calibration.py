@@ -194,13 +194,6 @@ class Calibration:
         return {**asdict(self), "is_certified": self.is_certified, "speedup": self.speedup}
 
 
-@dataclass(slots=True)
-class InForce:
-    """Holds the calibration in force; None: nothing is reused approximately."""
-
-    calibration: Calibration | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class HoldoutOutcome:
     """Risk and loss of the requests of C as if there were no limit: of one rung (N,), or of several in order (R, N)."""

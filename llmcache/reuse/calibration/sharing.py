@@ -121,13 +121,10 @@ class SharedCalibration:
     def _is_shareable(self, calibration: Calibration) -> bool:
         """Whether a calibration meets the settings' claim, so that caches with the same settings may use it."""
         config = self._config
-        shows = (
+        return (
             calibration.metric == "changed"
             and calibration.max_drop <= config.max_drop
             and calibration.delta <= config.delta
-        )
-        return (
-            shows
             and calibration.watch is not None
             and calibration.sources == config.sources
             and not calibration.n_alarms
@@ -196,7 +193,7 @@ class SharedCalibration:
                         return
                 self._tier.follow()  # a purge elsewhere drops the restored sources and ends the calibration
                 calibration = self._calibrated.calibration
-                if calibration is not None and calibration.head != self._calibrated.head_digest():
+                if calibration is not None and calibration.head != self._calibrated.head.digest():
                     self._calibrated.end()
                     calibration = None
                 if calibration is None:
@@ -214,5 +211,5 @@ class SharedCalibration:
     def _group(self) -> str:
         """Return a digest of the settings and head that caches must share, beside the scope."""
         return hashlib.sha256(
-            f"{self._settings} {self._calibrated.draft_name} {self._calibrated.head_digest()}".encode()
+            f"{self._settings} {self._calibrated.draft_name} {self._calibrated.head.digest()}".encode()
         ).hexdigest()[:16]
