@@ -46,7 +46,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "known": any_of(by_row(show.KNOWN), "service_known", "service_nightly"),
     "first_token": costs.first_token,
     "prefix_limit": any_of(tables.limits, "prefix_limit"),
-    "parity": all_of(tables.TABLES["parity"], "prefix_parity", "prefix_parity_bfloat16", "prefix_soak"),
+    "parity": all_of(
+        tables.TABLES["parity"], "prefix_parity", "prefix_parity_bfloat16", "prefix_parity_states", "prefix_soak"
+    ),
     "parity_of_batches": all_of(by_row(show.PARITY_OF_BATCHES, lambda run: [run.metrics]), "prefix_parity_batches"),
     "generation": all_of(tables.TABLES["decode"], "prefix_decode"),
     "prefix_tree": all_of(tables.TABLES["tree"], "prefix_tree"),
