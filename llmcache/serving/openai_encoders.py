@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
-from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
+from pydantic import AliasChoices, BaseModel, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
 
 from llmcache.serving import tei
 from llmcache.serving.bodies import BodyRoute, rendered
@@ -35,8 +35,6 @@ _IDS: Final = (
 
 class _Body(BaseModel):
     """Fields shared by the routes. Unknown fields are ignored: clients send what other servers accept."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = None
     #: Maximum tokens to which inputs are cut, as in vLLM; only -1, the model's own maximum, is supported.
@@ -71,8 +69,6 @@ class ScoreRequest(_PairsRequest):
 
 class RerankDocument(BaseModel):
     """A document given as an object."""
-
-    model_config = ConfigDict(extra="ignore")
 
     text: StrictStr
 

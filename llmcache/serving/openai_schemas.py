@@ -48,8 +48,6 @@ _UNSUPPORTED: Final[Mapping[str, Sequence[Any]]] = {
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(extra="ignore")
-
     include_usage: StrictBool | None = None
 
 
@@ -172,16 +170,12 @@ class CompletionRequest(GenerationRequest):
 class TextPart(BaseModel):
     """A part of a message; only text is supported."""
 
-    model_config = ConfigDict(extra="ignore")
-
     type: StrictStr
     text: StrictStr | None = None
 
 
 class ChatMessage(BaseModel):
     """A message of a conversation. Calls of tools and their results are for the chat template to write."""
-
-    model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = None

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     RootModel,
     SkipValidation,
@@ -57,11 +56,7 @@ _Direction = Annotated[
 ]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class Cut(_Body):
+class Cut(BaseModel):
     """Whether inputs that are too long are cut, and at which end."""
 
     truncate: StrictBool | None = None
@@ -82,7 +77,7 @@ class EmbedRequest(EmbedAllRequest):
     dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
 
 
-class HubParameters(_Body):
+class HubParameters(BaseModel):
     """Field `parameters` of a text classification, as `huggingface_hub.InferenceClient` sends it."""
 
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
@@ -112,14 +107,14 @@ class SimilarityParameters(Cut):
     prompt_name: StrictStr | None = None
 
 
-class SimilarityInputs(_Body):
+class SimilarityInputs(BaseModel):
     """Field `inputs` of `/similarity`."""
 
     source_sentence: StrictStr
     sentences: Texts
 
 
-class SimilarityRequest(_Body):
+class SimilarityRequest(BaseModel):
     """Body of `/similarity`."""
 
     inputs: SimilarityInputs
@@ -133,7 +128,7 @@ class AnyRequest(RootModel[Any]):
     root: SkipValidation[EmbedRequest | SimilarityRequest | PredictRequest | RerankRequest]
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(BaseModel):
     """Body of `/tokenize`."""
 
     inputs: StrictStr | Texts
@@ -141,7 +136,7 @@ class TokenizeRequest(_Body):
     prompt_name: StrictStr | None = None
 
 
-class DecodeRequest(_Body):
+class DecodeRequest(BaseModel):
     """Body of `/decode`."""
 
     ids: Annotated[list[StrictInt], _FAST] | Annotated[list[Annotated[list[StrictInt], _FAST]], _FAST]
