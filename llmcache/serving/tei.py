@@ -23,6 +23,7 @@ from pydantic import (
     StrictStr,
     ValidationError,
 )
+from scipy.special import expit, softmax
 
 from llmcache import __version__
 from llmcache.serving.bodies import BodyRoute, cache_headers, invalid, rendered
@@ -398,27 +399,18 @@ def embedding(
 
 def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the probability of each label: sigmoid for multi-label models, else softmax."""
-    wide = logits.astype(np.float64)
-    if server.served.is_multi_label:
-        return sigmoid(wide)
-    shares: NDArray[np.float64] = np.exp(wide - wide.max())
-    shares /= shares.sum()
-    return shares
+    made: NDArray[np.float64] = (expit if server.served.is_multi_label else softmax)(logits.astype(np.float64))
+    return made
 
 
 def numbers_in(outputs: Sequence[Output]) -> int:
     return sum(len(one.values) for one in outputs)
 
 
-def sigmoid(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    made: NDArray[np.float64] = 1 / (1 + np.exp(-logits))
-    return made
-
-
 def scores_of(outputs: Sequence[Output], is_raw: bool) -> list[float]:
     """Return a reranker's score of each input: its logit if `is_raw`, else the sigmoid of it."""
     logits = np.array([one.values[0] for one in outputs], np.float64)
-    scores: list[float] = (logits if is_raw else sigmoid(logits)).tolist()
+    scores: list[float] = (logits if is_raw else expit(logits)).tolist()
     return scores
 
 
