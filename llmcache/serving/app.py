@@ -1,7 +1,9 @@
 """The ASGI application of one server: routes, middleware, error handlers, lifespan."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -14,9 +16,14 @@ from llmcache import __version__
 from llmcache.serving import admin, metrics, openai_decoders, openai_encoders, page, tei
 from llmcache.serving.failures import install_handlers
 from llmcache.serving.front import Front, route_path, scope_of
+from llmcache.serving.history import EVERY_S
 from llmcache.serving.keys import Keys
 from llmcache.serving.server import Server
 from llmcache.serving.telemetry import instrument
+
+logger = logging.getLogger("llmcache.serving")
+
+_KEYS_EVERY_S = 1.0  # seconds between looks at the key file; parsing thousands of keys takes seconds
 
 
 class _Cors(CORSMiddleware):
@@ -46,16 +53,47 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
+@contextmanager
+def repeated(work: Callable[[], object], every_s: float) -> Iterator[None]:
+    """Within this context, call `work`, which may block, every `every_s` seconds in a thread; log failures."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        is_failing = False
+        while not is_over.wait(every_s):
+            try:
+                work()
+                is_failing = False
+            except Exception:  # requests must not be affected
+                logger.log(logging.DEBUG if is_failing else logging.WARNING, "a repeated job failed", exc_info=True)
+                is_failing = True
+
+    threading.Thread(target=repeat, name="llmcache-repeated", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 def create_app(server: Server) -> FastAPI:
     """Return the ASGI application, whose lifespan starts and stops the server."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await server.start()
-        async with server.history.kept(server.cache.stats):
-            with nullcontext() if keys is None else keys.watched():
-                yield
+        sample()
+        with ExitStack() as jobs:
+            jobs.enter_context(repeated(sample, EVERY_S))
+            if keys is not None:
+                jobs.enter_context(repeated(keys.look, _KEYS_EVERY_S))
+            if server.saves.is_saving and server.settings.save_every_s:
+                every_s = server.settings.save_every_s
+                jobs.enter_context(repeated(lambda: server.saves.try_to_save(server.cache), every_s))
+            yield
         await server.stop()
+
+    def sample() -> None:
+        server.history.add(server.cache.stats())
 
     path = server.settings.keys
     keys = None if path is None else Keys(path, server.metrics.key_file_failures.inc)

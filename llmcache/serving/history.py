@@ -1,17 +1,12 @@
 """Samples of the cache's statistics over the last hour, for the plots of the page at `/`."""
 
-import asyncio
-import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 from llmcache.stats import AuditStats, Stats
-
-logger = logging.getLogger("llmcache")
 
 EVERY_S: Final = 5.0
 _MAX_SAMPLES = 720  # one hour
@@ -61,24 +56,3 @@ class History:
             shares = {rung: n / n_requests for rung, n in served.items() if n_requests > 0 and n > 0}
             found.append(Interval(last.at_s - first.at_s, n_requests, shares))
         return found
-
-    @asynccontextmanager
-    async def kept(self, read: Callable[[], Stats], every_s: float = EVERY_S) -> AsyncIterator[None]:
-        """Within this context, sample `read()` every `every_s` seconds, in a thread since `read` may block."""
-
-        async def keep() -> None:
-            is_failing = False
-            while True:
-                try:
-                    self.add(await asyncio.to_thread(read))
-                    is_failing = False
-                except Exception:  # a missing sample must not affect requests
-                    logger.log(logging.DEBUG if is_failing else logging.WARNING, "no sample was taken", exc_info=True)
-                    is_failing = True
-                await asyncio.sleep(every_s)
-
-        task = asyncio.create_task(keep())
-        try:
-            yield
-        finally:
-            task.cancel()

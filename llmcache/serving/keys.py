@@ -19,7 +19,6 @@ import os
 import secrets
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,7 +42,6 @@ PUBLIC: Final = "public"
 _KEY_PREFIX = "llmcache_"  # lets secret scanners find keys published by mistake
 _MAX_BYTES = 1_000_000
 _LOCK_TIMEOUT_S = 10.0  # changing the file takes milliseconds
-_CHECK_EVERY_S = 1.0
 _NAME = r"^[A-Za-z0-9._-]{1,64}$"  # safe in logs and metrics
 _EXPECTED: Final = {
     "name": "1 to 64 characters of A-Z, a-z, 0-9, '.', '_' and '-', in quotes if it looks like a number",
@@ -126,7 +124,7 @@ def remove_key(path: Path, name: str) -> None:
 
 
 class Keys:
-    """Keys of a file, which is checked for changes once a second within `watched`.
+    """Keys of a file, which `look` checks for changes.
 
     If the file becomes unreadable or invalid, the previous keys stay valid; failures are counted, and logged once.
     """
@@ -144,21 +142,6 @@ class Keys:
     def namespaces(self) -> set[str]:
         """Namespaces of all keys, and the one that all of them read."""
         return {PUBLIC, *(known.namespace for known in self._known.values())}
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look at the file once a second within the context, in a thread: parsing thousands of keys takes seconds."""
-        is_over = threading.Event()
-
-        def watch() -> None:
-            while not is_over.wait(_CHECK_EVERY_S):
-                self.look()
-
-        threading.Thread(target=watch, name="llmcache-keys", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
 
     def check(self, tenant: KeyEntry) -> None:
         """Raise `Refusal` if a tenant's key was removed since `find` returned it, or may no longer be used as it is."""

@@ -49,7 +49,6 @@ class Server:
         self.metrics = Metrics(settings.model, cache, lambda: self.n_waiting)
         self.history = History()
         self.is_disabled = False  # by an operator
-        self._saving: asyncio.Task[None] | None = None
         vocabulary = int(served.config.get_text_config().vocab_size)
         self.tokenizing = Tokenizing(
             served.tokenizer, served.max_length, vocabulary, served.prompts.values(), served.is_prompt_pooled
@@ -155,15 +154,11 @@ class Server:
         logger.info("warmed up in %.1f s", perf_counter() - began)
         gc.collect()
         gc.freeze()  # exclude long-lived objects of the model and libraries: a collection over them takes 0.3 s
-        if self.saves.is_saving and self.settings.save_every_s:
-            self._saving = asyncio.create_task(self._save_periodically())
         self.phase = "ready"
 
     async def stop(self) -> None:
         """Save the cache, shut the threads down and unwrap the model. Call it after the last request has ended."""
         self.phase = "stopping"
-        if self._saving is not None:
-            self._saving.cancel()
         await asyncio.to_thread(self.saves.try_to_save, self.cache)
         self._part.close()
         await asyncio.to_thread(self.thread.close)
@@ -177,8 +172,3 @@ class Server:
             self._part.warm_up(n_tokens, _WARM_UP)
             self.cache.purge(namespace=_WARM_UP)
             self.cache.restart_stats()
-
-    async def _save_periodically(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.save_every_s)
-            await asyncio.to_thread(self.saves.try_to_save, self.cache)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from llmcache.errors import ConfigError
+from llmcache.serving.app import repeated
 from llmcache.serving.keys import KeyEntry, Keys, add_key, read_keys, remove_key
 from llmcache.support.yaml_file import parse_yaml
 from tests.commands import run_main
@@ -142,7 +143,6 @@ def test_a_write_that_fails_leaves_the_file_whole(path: Path, monkeypatch: Patch
 
 
 def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.01)
     first = add_key(path, "first", "a", ["infer"]).encode()
     keys, threads = Keys(path, Mock()), set()
 
@@ -153,7 +153,7 @@ def test_keys_come_and_go_without_a_restart(path: Path, monkeypatch: Patch) -> N
     monkeypatch.setattr("llmcache.serving.keys.read_keys", reads)
     second = add_key(path, "second", "b", ["infer", "admin"], 2).encode()
     threads.clear()
-    with keys.watched():
+    with repeated(keys.look, 0.01):
         wait_until(lambda: keys.find(second) is not None)
         found = keys.find(second)
         assert found is not None and (found.name, found.namespace, found.max_concurrent) == ("second", "b", 2)
@@ -196,7 +196,7 @@ def test_a_file_that_became_broken_keeps_the_last_keys(path: Path, spoil: str, c
 def test_a_removed_keys_generation_ends_at_its_next_token(
     is_stream: bool, path: Path, models: Path, monkeypatch: Patch, pool: Pool
 ) -> None:
-    monkeypatch.setattr("llmcache.serving.keys._CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("llmcache.serving.app._KEYS_EVERY_S", 0.01)
     told = {"Authorization": f"Bearer {add_key(path, 'shop', 'a', ['infer'])}"}
     body = {"prompt": "where", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": is_stream}
     server = make_server(models / "decoder", keys=path)

@@ -1,6 +1,5 @@
 """The operator's view: figures for Prometheus, the page, and the routes below /admin."""
 
-import asyncio
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmcache.memory.stores import STORES, StoreKey
+from llmcache.serving.app import repeated
 from llmcache.serving.history import History, Interval
 from llmcache.serving.keys import add_key
 from llmcache.serving.page import count, duration, percent, size
@@ -319,21 +319,17 @@ def test_history_is_bounded_and_tells_shares_of_each_interval() -> None:
     assert set(map(str, intervals)) == {str(Interval(30.0, 60, {"exact": 0.4, "semantic": 0.2}))}
 
 
-def test_a_sample_that_fails_ends_nothing_and_is_told_once(caplog: Log) -> None:
-    n_read, history = iter(range(1000)), History()
+def test_a_repeated_job_that_fails_is_tried_again_and_is_told_of_once(caplog: Log) -> None:
+    n_tried, is_done = iter(range(1000)), threading.Event()
 
-    def read() -> Stats:
-        if next(n_read) < 3:
+    def work() -> None:
+        if next(n_tried) < 3:
             raise OSError("not now")
-        return Stats()
+        is_done.set()
 
-    async def keep() -> None:
-        async with history.kept(read, 0.01):
-            while not history.samples():
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(keep(), 30))
-    told = [one for one in caplog.records if one.getMessage() == "no sample was taken"]
+    with repeated(work, 0.01):
+        assert is_done.wait(30)
+    told = [one for one in caplog.records if one.getMessage() == "a repeated job failed"]
     assert len([one for one in told if one.levelno == logging.WARNING]) == 1
 
 
