@@ -117,27 +117,19 @@ def view(server: Server) -> dict[str, Any]:
     intervals = server.history.intervals()
     draft = "" if server.draft_name is None else f", draft: {server.draft_name}"
     return {
-        "model": server.settings.model,
+        "server": server,
         "computes": f"{server.engine_name()}, {server.dtype} on {server.device}{draft}",
-        "phase": server.phase,
-        "is_disabled": server.is_disabled,
-        "saves": server.saves.is_saving,
         "stats": stats,
         "saved_s": saved_s(stats),
-        "held": stats.nbytes + stats.prefix_nbytes,
-        "budget": config.max_bytes,
-        "audit": stats.audit,
         "allowed": allowed,
         "intervals": intervals,
         "bars": list(_bars(intervals)),
-        "span_s": sum(one.seconds for one in intervals),
         "rungs": [{"name": n, "style": _style(n), "share": k / stats.n_requests} for n, k in stats.hits.items()],
         "bound": _bound(server.history.samples(), allowed),
         "memory": list(_memory(stats, config.max_bytes)),
         "routes": server.metrics.slowest()[:_MAX_ROUTES],
         "troubles": list(_troubles(server, stats)),
         "by_operator": list(_by_operator(server)),
-        "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
     }
 
 
