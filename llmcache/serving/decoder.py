@@ -10,7 +10,7 @@ A flight without readers is cancelled.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import Any, cast
@@ -18,17 +18,14 @@ from typing import Any, cast
 import torch
 from jinja2.exceptions import TemplateError, UndefinedError
 
-from llmcache.cache import LLMCache
 from llmcache.errors import ConfigError, RequestError
 from llmcache.generation import PromptCache, Sampling, Stream, stream
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
 from llmcache.serving.fair_queue import Slots
 from llmcache.serving.flights import Arrived, Flight, Generating, Ids, Key
-from llmcache.serving.metrics import Metrics
-from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, overloaded, stopping
-from llmcache.serving.settings import ServerSettings
+from llmcache.serving.shared import Shared
 from llmcache.serving.steps import Steps
 
 logger = logging.getLogger("llmcache.serving")
@@ -43,25 +40,17 @@ _DEFAULT_MAX_NEW = 4096  # tokens of an answer if neither the request nor the mo
 class Decoder:
     """Serves generation requests of one model. All methods must be called from one event loop."""
 
-    def __init__(
-        self,
-        cache: LLMCache,
-        thread: ModelThread,
-        settings: ServerSettings,
-        metrics: Metrics,
-        is_caching: Callable[[], bool],
-        tokenizer: Any,
-    ) -> None:
-        """Start without generations; `is_caching` returns whether requests are looked up and stored."""
-        config = decoder_config(cache.model)
+    def __init__(self, shared: Shared, tokenizer: Any) -> None:
+        """Start without generations."""
+        self._cache, _, self._settings, self.metrics, _ = shared
+        config = decoder_config(self._cache.model)
         self.context, self.vocabulary = context_length(config), int(config.vocab_size)
-        self.eos_ids = tuple(sorted(Sampling().stops_of(cache.model)))
-        self.metrics = metrics
-        self._cache, self._settings, self._tokenizer = cache, settings, tokenizer
-        self._steps = Steps(cache, thread, settings, metrics, is_caching)
+        self.eos_ids = tuple(sorted(Sampling().stops_of(self._cache.model)))
+        self._tokenizer = tokenizer
+        self._steps = Steps(shared)
         self._prompts: dict[str, PromptCache] = {}
         self._encoding = ThreadPoolExecutor(_N_ENCODE_THREADS, "llmcache-encode")
-        self._slots = Slots(settings.max_streams)
+        self._slots = Slots(self._settings.max_streams)
         self._flights: dict[Key, Flight] = {}  # flights that new requests may join
         self._active: set[Flight] = set()  # all unfinished flights
         self._waiting: set[Flight] = set()

@@ -11,7 +11,7 @@ Sizes: B rows per call, T tokens per row (padding included), O values per output
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,14 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcache.cache import LLMCache
 from llmcache.errors import NotCachedError
 from llmcache.serving.keys import PUBLIC
 from llmcache.serving.loading import Served
-from llmcache.serving.metrics import Metrics
-from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, described, overloaded, stopping
-from llmcache.serving.settings import ServerSettings
+from llmcache.serving.shared import Shared
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 
 logger = logging.getLogger("llmcache.serving")
@@ -89,20 +86,11 @@ class _Miss:
 class Encoder:
     """Serves the inputs of one encoder model. All public methods must be called from one event loop."""
 
-    def __init__(
-        self,
-        cache: LLMCache,
-        thread: ModelThread,
-        settings: ServerSettings,
-        metrics: Metrics,
-        is_caching: Callable[[], bool],
-        served: Served,
-        tokenizing: Tokenizing,
-    ) -> None:
-        """Start with an empty queue; `is_caching` returns whether inputs are looked up and stored."""
-        self._cache, self._thread, self._settings, self._tokenizing = cache, thread, settings, tokenizing
-        self._served, self._metrics, self._is_caching = served, metrics, is_caching
-        self._device = next(cache.model.parameters()).device
+    def __init__(self, shared: Shared, served: Served, tokenizing: Tokenizing) -> None:
+        """Start with an empty queue."""
+        self._cache, self._thread, self._settings, self._metrics, self._is_caching = shared
+        self._served, self._tokenizing = served, tokenizing
+        self._device = next(self._cache.model.parameters()).device
         self._pad_id = getattr(served.tokenizer, "pad_token_id", None) or 0
         self._waiting: deque[_Request] = deque()  # requests to look up, oldest first
         self._n_looked_up = 0  # requests that wait for a lookup or are being looked up
@@ -110,7 +98,7 @@ class Encoder:
         self._queue: list[_Miss] = []  # oldest first
         self._batching: asyncio.Task[None] | None = None
         self._padding_tokens = _PADDING_TOKENS
-        self._most_tokens = settings.max_batch_tokens
+        self._most_tokens = self._settings.max_batch_tokens
         self._forgot_at = 0.0  # what was asked before is not stored
         self._lookups = ThreadPoolExecutor(1, "llmcache-lookup")
         self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # for long texts

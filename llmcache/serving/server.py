@@ -21,6 +21,7 @@ from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, stopping
 from llmcache.serving.saving import Saves
 from llmcache.serving.settings import ServerSettings
+from llmcache.serving.shared import Shared
 from llmcache.serving.tokenizing import Tokenizing
 
 logger = logging.getLogger("llmcache.serving")
@@ -60,11 +61,11 @@ class Server:
         def is_caching() -> bool:
             return settings.cache and not self.is_disabled
 
-        shared = cache, self.thread, settings, self.metrics, is_caching
+        shared = Shared(cache, self.thread, settings, self.metrics, is_caching)
         if served.kind == "decoder":
-            self._part = self.decoder = Decoder(*shared, served.tokenizer)
+            self._part = self.decoder = Decoder(shared, served.tokenizer)
         else:
-            self._part = self.encoder = Encoder(*shared, served, self.tokenizing)
+            self._part = self.encoder = Encoder(shared, served, self.tokenizing)
 
     @property
     def n_waiting(self) -> int:

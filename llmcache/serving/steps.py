@@ -13,30 +13,21 @@ from time import perf_counter
 
 import torch
 
-from llmcache.cache import LLMCache
 from llmcache.generation import Batch, Stream, Token
 from llmcache.serving.flights import Flight
 from llmcache.serving.keys import PUBLIC
-from llmcache.serving.metrics import Metrics
-from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.settings import ServerSettings
+from llmcache.serving.shared import Shared
 
 
 class Steps:
     """Runs flights of one model. Call it from one event loop, but for `warm_up`."""
 
-    def __init__(
-        self,
-        cache: LLMCache,
-        thread: ModelThread,
-        settings: ServerSettings,
-        metrics: Metrics,
-        is_caching: Callable[[], bool],
-    ) -> None:
-        """Run nothing yet; `is_caching` returns whether prompts are looked up and stored."""
-        self._cache, self._thread, self._metrics, self._is_caching = cache, thread, metrics, is_caching
+    def __init__(self, shared: Shared) -> None:
+        """Run nothing yet."""
+        self._cache, self._thread, settings, self._metrics, self._is_caching = shared
         self._chunk, self._has_keys = settings.prefill_chunk, settings.keys is not None
-        self._block = cache.config.prefix.block if cache.config.prefix else None
+        prefix = self._cache.config.prefix
+        self._block = prefix.block if prefix else None
         self._threads = ThreadPoolExecutor(settings.max_streams, "llmcache-prefill")
         self._prefilling: list[_Prefilling] = []  # in the order in which they came
         self._decoding: dict[Flight, asyncio.Future[None]] = {}
