@@ -140,9 +140,7 @@ class Core:
             raise ConfigError("compile: a callable or a session has no modules to compile; hand over a compiled one")
         forward, buckets = self.forward, make_buckets(lengths, rows, self.wrapped.trunk.config)
         twin = self._make_twin()
-        self._graphs = CompiledTrunk(
-            twin, forward.eager, forward.arguments, self.wrapped.weights, buckets, mode, backend, max_padding
-        )
+        self._graphs = CompiledTrunk(twin, forward.eager, buckets, mode, backend, max_padding)
         forward.compute_by(self._graphs)
         self.reuse.check_engine(forward.engine.name)
 
@@ -177,9 +175,7 @@ class Core:
         return GraphTwin(of.trunk, of.weights, of.coupling, of.causality)
 
     def _make_onnx(self, precision: Precision) -> OnnxTrunk:
-        forward, folder = self.forward, self.wrapped.config.engine.folder
-        twin = self._make_twin()
-        return OnnxTrunk(twin, forward.eager, forward.arguments, self.wrapped.weights, folder, precision)
+        return OnnxTrunk(self._make_twin(), self.forward.eager, self.wrapped.config.engine.folder, precision)
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""

@@ -19,9 +19,7 @@ from llmcache.engines.engine import Eager
 from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import device_of
-from llmcache.models.arguments import Arguments
 from llmcache.models.model_config import setting
-from llmcache.models.weights import Weights
 from llmcache.request.rows import Row
 
 logger = logging.getLogger("llmcache")
@@ -58,15 +56,13 @@ class CompiledTrunk(GraphEngine):
         self,
         twin: GraphTwin,
         eager: Eager,
-        arguments: Arguments,
-        weights: Weights,
         buckets: Sequence[Bucket],
         mode: str | None,
         backend: str | Callable[..., Any],
         max_padding: float,
     ) -> None:
         """Make and test all graphs; arguments and errors are those of `LLMCache.compile`."""
-        super().__init__(twin, eager, arguments, weights)
+        super().__init__(twin, eager)
         if not 0 <= max_padding <= 1:
             raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
         self.name = f"compiled {mode or ''} {backend if isinstance(backend, str) else 'own'}"
@@ -144,7 +140,7 @@ class CompiledTrunk(GraphEngine):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output, of a graph if one has room."""
-        arguments = self._arguments.bind(args, kwargs)
+        arguments = self.twin.arguments.bind(args, kwargs)
         fitting = self._fit(*arguments["input_ids"].shape)
         if fitting is None:
             return self.run_eagerly("shape", args, kwargs, rows)
@@ -188,8 +184,9 @@ class CompiledTrunk(GraphEngine):
         """Whether the graphs are valid for weights with this digest; if not, drop them."""
         if super().is_of(digest):
             return True
+        twin = self.twin
         with self._lock:
-            if self.twin.attention == self.twin.trunk.attention and self._weights.differs_in_values(self.twin.snapshot):
+            if twin.attention == twin.trunk.attention and twin.weights.differs_in_values(twin.snapshot):
                 self._digest = digest
                 return True
             if self._graphs:

@@ -46,7 +46,7 @@ class GraphTwin:
         """Make the copy; `ConfigError` with the reason if no graph can replace this trunk."""
         if obstacle := _find_obstacle(trunk, weights, causality):
             raise ConfigError(f"no graph can be made: {obstacle}")
-        self.trunk, self.attention = trunk, trunk.attention
+        self.trunk, self.attention, self.weights = trunk, trunk.attention, weights
         self.module = make_twin(trunk.module)
         self.digest = weights.digest()
         snapshot = weights.snapshot_of(self.digest)
@@ -56,7 +56,8 @@ class GraphTwin:
         if reason := coupling.reason(self.digest):
             raise ConfigError(f"no graph can be made: rows of a call affect each other: {reason}")
         self.snapshot: Snapshot = snapshot
-        names = Arguments(self.module.forward).names
+        self.arguments = Arguments(self.module.forward)
+        names = self.arguments.names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
         #: Whether token types are an input. Types of 0 must equal no types, since one graph serves both.
         self.takes_types = False
@@ -119,9 +120,9 @@ def _find_obstacle(trunk: Trunk, weights: Weights, causality: Causality) -> str 
 class GraphEngine(Engine):
     """Computes by graphs. Calls that no graph covers run eagerly, under the scope of the trunk itself. Thread-safe."""
 
-    def __init__(self, twin: GraphTwin, eager: Eager, arguments: Arguments, weights: Weights) -> None:
-        """Take the twin that the graphs are made of, and what runs and reads other calls."""
-        self.twin, self._eager, self._arguments, self._weights = twin, eager, arguments, weights
+    def __init__(self, twin: GraphTwin, eager: Eager) -> None:
+        """Take the twin that the graphs are made of, and what runs other calls."""
+        self.twin, self._eager = twin, eager
         self._digest = twin.digest
         self._lock = forkable(threading.Lock())
         self._n_requests = self._n_failed = self._n_dropped = 0
@@ -151,7 +152,7 @@ class GraphEngine(Engine):
         if not is_fit:
             reason: str | None = "weights"
         else:
-            reason = "kv_cache" if keeps_kv else self._find_reason(self._arguments.bind(args, kwargs))
+            reason = "kv_cache" if keeps_kv else self._find_reason(self.twin.arguments.bind(args, kwargs))
         return self if reason is None else EagerCall(self, reason)
 
     def covering(self, requests: Requests) -> Engine:
@@ -171,7 +172,7 @@ class GraphEngine(Engine):
         """Return why no graph covers a call, a key of the eager counts; None if one may."""
         if arguments.get(TYPES) is not None and not self.twin.takes_types:
             return "arguments"
-        return find_reason(self.twin.trunk, self._arguments, arguments)
+        return find_reason(self.twin.trunk, self.twin.arguments, arguments)
 
     def _covers(self, row: Row) -> bool:
         """Whether the mask of a row holds only 0 and 1, and nothing reads states at padding, where a graph differs."""

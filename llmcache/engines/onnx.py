@@ -30,8 +30,6 @@ from torch import Tensor, nn
 from llmcache.engines.engine import Eager
 from llmcache.engines.graphs import TYPES, GraphEngine, GraphTwin
 from llmcache.models.adapters import device_of
-from llmcache.models.arguments import Arguments
-from llmcache.models.weights import Weights
 from llmcache.request.rows import Row
 from llmcache.support.folder import why_untrusted
 from llmcache.support.threads import forkable
@@ -66,13 +64,7 @@ class OnnxTrunk(GraphEngine):
     """The exported graph of one trunk. Thread-safe; a forked process opens the graph anew."""
 
     def __init__(
-        self,
-        twin: GraphTwin,
-        eager: Eager,
-        arguments: Arguments,
-        weights: Weights,
-        folder: Path | None = None,
-        precision: Precision = "float32",
+        self, twin: GraphTwin, eager: Eager, folder: Path | None = None, precision: Precision = "float32"
     ) -> None:
         """Open the graph that is kept for these weights, or export it; compare it with the model.
 
@@ -80,7 +72,7 @@ class OnnxTrunk(GraphEngine):
         have one scale per output, and activations one per call, so that a row's output depends on the call, and need
         not agree with the model's. If the export fails, it may raise anything; `ValueError` if an output differs.
         """
-        super().__init__(twin, eager, arguments, weights)
+        super().__init__(twin, eager)
         import onnxruntime
 
         self._runtime = onnxruntime
@@ -101,14 +93,25 @@ class OnnxTrunk(GraphEngine):
         kept = (folder or _home() / "engines") / key
         self._path = kept / _FILE
         if not (self._path.is_file() and self._is_fit()):
-            with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
-                _export(twin, Path(made) / _FILE)
-                if precision == "int8":
-                    _quantise(Path(made))
-                (Path(made) / _DIGEST).write_text(_digest_of(Path(made)))
-                _keep(Path(made), kept)
+            self._make(kept)
             self._sessions.clear()
             self._compare()
+
+    def _make(self, kept: Path) -> None:
+        """Export the graph to the folder where it is kept, replacing what does not fit."""
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=kept.parent) as name:
+            made = Path(name)
+            _export(self.twin, made / _FILE)
+            if self._precision == "int8":
+                _quantise(made)
+            (made / _DIGEST).write_text(_digest_of(made))
+            shutil.rmtree(kept, ignore_errors=True)
+            try:
+                made.rename(kept)
+            except OSError:  # another process was faster
+                if not (kept / _FILE).is_file():
+                    raise
 
     @property
     def n_graphs(self) -> int:
@@ -127,7 +130,7 @@ class OnnxTrunk(GraphEngine):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         """Return the trunk's output, of the graph."""
-        arguments = self._arguments.bind(args, kwargs)
+        arguments = self.twin.arguments.bind(args, kwargs)
         try:
             made = self.compute(arguments)
         except Exception as error:  # whatever a provider raises
@@ -345,20 +348,6 @@ def _digest_of(folder: Path) -> str:
         with one.open("rb") as file:
             made.update(hashlib.file_digest(file, "sha256").digest())
     return made.hexdigest()
-
-
-def _keep(made: Path, kept: Path) -> None:
-    """Move an exported graph to where it is kept, replacing what does not fit."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=kept.parent))
-    shutil.copytree(made, fresh, dirs_exist_ok=True)
-    shutil.rmtree(kept, ignore_errors=True)
-    try:
-        fresh.rename(kept)
-    except OSError:  # another process was faster
-        shutil.rmtree(fresh)
-        if not (kept / _FILE).is_file():
-            raise
 
 
 def _home() -> Path:
