@@ -75,8 +75,8 @@ def repeated(work: Callable[[], object], every_s: float) -> Iterator[None]:
         is_over.set()
 
 
-def create_app(server: Server) -> FastAPI:
-    """Return the ASGI application, whose lifespan starts and stops the server."""
+def create_app(server: Server, names_requests: bool = True) -> FastAPI:
+    """Return the ASGI application, whose lifespan starts and stops the server; see `Front` for `names_requests`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +105,7 @@ def create_app(server: Server) -> FastAPI:
         app.router.routes.extend(router.routes)  # include_router() would match routes twice per request
     install_handlers(app)
     templates = [route.path for route in iter_route_contexts(app.routes)]
-    app.add_middleware(Front, server=server, keys=keys, templates=templates)
+    app.add_middleware(Front, server=server, keys=keys, templates=templates, names_requests=names_requests)
     if origins := server.settings.cors_allow_origin:  # outside of `Front`: a preflight has no key
         app.add_middleware(
             _Cors, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=3600

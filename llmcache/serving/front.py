@@ -62,15 +62,20 @@ _LINGER_S = 2.0  # time for which the rest of a refused body is read and discard
 class Front:
     """ASGI middleware around all routes of a server. Use it in one event loop."""
 
-    def __init__(self, app: ASGIApp, server: Server, keys: Keys | None, templates: Iterable[str | None]) -> None:
-        """Wrap an application whose routes have these templates; with `keys` None, every client is `ANYONE`."""
+    def __init__(
+        self, app: ASGIApp, server: Server, keys: Keys | None, templates: Iterable[str | None], names_requests: bool
+    ) -> None:
+        """Wrap an application whose routes have these templates; with `keys` None, every client is `ANYONE`.
+
+        With `names_requests`, each response has the id of its request in `X-Request-Id`.
+        """
         self._app, self._server, self._keys, self._metrics = app, server, keys, server.metrics
+        self._names_requests = names_requests
         self._routes = {template: compile_path(template)[0] for template in templates if template}
         self._n_by_tenant: Counter[str] = Counter()  # requests that hold a slot
         self._n_bytes_by_tenant: Counter[str] = Counter()  # of bodies being received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "there are no websockets here"})
         else:
@@ -86,7 +91,8 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+                named = [(b"x-request-id", request_id)] if self._names_requests else []
+                message = {**message, "headers": [*message.get("headers", ()), *named]}
             await send(message)
 
         path = route_path(scope)

@@ -7,7 +7,6 @@ import torch
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
@@ -45,30 +44,12 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Ray shuts it, and with it the server, down once no request is in progress."""
-        made = create_app(self.server)
-        made.add_middleware(_WithoutRequestId)
-        return made
+        return create_app(self.server, names_requests=False)  # Ray's proxy does
 
     def check_health(self) -> None:
         """Raise an error unless the server is ready; Ray replaces a replica after three failures."""
         if self.server.phase != "ready":
             raise RuntimeError(f"the server is {self.server.phase}")
-
-
-class _WithoutRequestId:
-    """ASGI middleware that removes the response's `X-Request-Id`, since Ray's proxy adds its own."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def without(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [one for one in message["headers"] if one[0].lower() != b"x-request-id"]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        await self.app(scope, receive, without)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
