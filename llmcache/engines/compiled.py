@@ -84,11 +84,9 @@ class CompiledTrunk(GraphEngine):
 
     @property
     def n_graphs(self) -> int:
-        """Number of buckets with a graph."""
         return len(self._graphs)
 
     def close(self) -> None:
-        """Run all calls eagerly from now on."""
         with self._lock:
             self._graphs = {}
 

@@ -103,7 +103,6 @@ class _Group:
         self._is_laid = False
 
     def drop(self, streams: Iterable[Stream]) -> None:
-        """Let streams go."""
         for number in sorted(map(self.streams.index, streams), reverse=True):
             for rows in (self.streams, self._lengths, self._sources):
                 del rows[number]
@@ -160,13 +159,9 @@ class _Group:
 
 
 class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """K/V of a layer: views of the columns in use (B, H, S, D_h) of tensors that have room for C columns.
+    """K/V of a layer: views of the columns in use (B, H, S, D_h) of tensors that have room for C columns."""
 
-    Attributes:
-        lengths: Tokens that each row holds, int64 (B,): the column of its next one.
-    """
-
-    lengths: Tensor
+    lengths: Tensor  # tokens that each row holds, int64 (B,): the column of its next one
 
     def __init__(self, held: Sequence[tuple[Any, int]], lengths: Sequence[int]) -> None:
         """Copy rows, each given by its layer, its row there and its length."""

@@ -42,22 +42,18 @@ class Turn:
     n_forgotten: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Answer(Iterator[str]):
     """Yields an answer as pieces of text. Not added to the history unless read to its end. One thread at a time."""
 
-    def __init__(
-        self,
-        question: str,
-        prompt: Prompt,
-        encode_s: float,
-        kept: Sequence[Message],
-        tokens: Stream,
-        detokenizer: Detokenizer,
-    ) -> None:
-        """Answer `question` from `tokens`; see `Turn`. `kept` is the part of the history that is in the prompt."""
-        self.question, self.prompt, self.encode_s, self.kept = question, prompt, encode_s, kept
-        self._tokens, self._detokenizer = tokens, detokenizer
-        self.text, self.is_whole = "", False
+    question: str
+    prompt: Prompt
+    encode_s: float
+    kept: Sequence[Message]  # the part of the history that is in the prompt
+    _tokens: Stream
+    _detokenizer: Detokenizer
+    text: str = ""
+    is_whole: bool = False
 
     def __next__(self) -> str:
         """Return the next piece, which no later token changes."""

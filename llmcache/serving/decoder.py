@@ -41,7 +41,6 @@ class Decoder:
     """Serves generation requests of one model. All methods must be called from one event loop."""
 
     def __init__(self, shared: Shared, tokenizer: Any) -> None:
-        """Start without generations."""
         self._cache, _, self._settings, self.metrics, _ = shared
         config = decoder_config(self._cache.model)
         self.context, self.vocabulary = context_length(config), int(config.vocab_size)

@@ -87,7 +87,6 @@ class Encoder:
     """Serves the inputs of one encoder model. All public methods must be called from one event loop."""
 
     def __init__(self, shared: Shared, served: Served, tokenizing: Tokenizing) -> None:
-        """Start with an empty queue."""
         self._cache, self._thread, self._settings, self._metrics, self._is_caching = shared
         self._served, self._tokenizing = served, tokenizing
         self._device = next(self._cache.model.parameters()).device
@@ -109,7 +108,6 @@ class Encoder:
 
     @property
     def n_waiting(self) -> int:
-        """Number of inputs waiting to be computed."""
         return len(self._queue)
 
     def forget(self, namespace: str | None = None) -> None:

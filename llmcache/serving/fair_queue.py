@@ -14,7 +14,6 @@ class FairQueue(Generic[_T]):
         self._waiting: dict[str, deque[_T]] = {}  # the next tenant first
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
         return bool(self._waiting)
 
     def put(self, tenant: str, item: _T) -> None:
@@ -39,11 +38,9 @@ class Slots:
         self._waiting = FairQueue[asyncio.Future[None]]()
 
     def are_taken(self) -> bool:
-        """Whether no slot is free."""
         return self._n_free == 0
 
     async def acquire(self, tenant: str) -> None:
-        """Wait for a slot."""
         if self._n_free:
             self._n_free -= 1
             return

@@ -32,12 +32,10 @@ class Flight:
 
     @property
     def namespace(self) -> str:
-        """Namespace of its requests."""
         return self.key[0]
 
     @property
     def prompt(self) -> Ids:
-        """Tokens of the prompt."""
         return self.key[1]
 
     def put(self, token: Token, answer: Stream) -> None:

@@ -72,25 +72,20 @@ class ModelThread:
 
 
 class Hold:
-    """A thread's hold on the model, which it takes and gives back.
-
-    Attributes:
-        share: Part of the chunk that it ran last, 0 to 1. No step runs between holds until they add up to one.
-    """
+    """A thread's hold on the model, which it takes and gives back."""
 
     def __init__(self, queue: Callable[["Hold"], None]) -> None:
         """Wait for nothing yet; `queue` queues for the model."""
         self._queue = queue
         self._begun, self._over = threading.Semaphore(0), threading.Semaphore(0)
+        #: Part of the chunk that it ran last, 0 to 1. No step runs between holds until they add up to one.
         self.share = 1.0
 
     def begin(self) -> None:
-        """Wait for the model."""
         self._queue(self)
         self._begun.acquire()
 
     def end(self) -> None:
-        """Give the model back."""
         self._over.release()
 
     def give_way(self) -> None:

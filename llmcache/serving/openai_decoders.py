@@ -8,7 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from time import time
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -120,10 +120,7 @@ class _Completion(_Shape):
         if self._texts is None:
             return None
         texts = [self._texts.text(token.id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._n_characters[index])
-            self._n_characters[index] += len(text)
+        *offsets, self._n_characters[index] = accumulate(map(len, texts), initial=self._n_characters[index])
         return {
             "tokens": texts,
             "token_logprobs": [None if math.isnan(token.logprob) else _finite(token.logprob) for token in tokens],

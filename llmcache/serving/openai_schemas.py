@@ -82,7 +82,6 @@ class GenerationRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
@@ -158,7 +157,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """All prompts, each as text or token ids."""
         is_one = isinstance(self.prompt, str) or all(isinstance(one, int) for one in self.prompt)
         return cast(list[str | list[int]], [self.prompt] if is_one else self.prompt)
 

@@ -149,7 +149,6 @@ class Server:
             raise Refusal("wrong_model", f"this route needs {NAMES[kind]}; {self.name} is {NAMES[own]}")
 
     async def start(self) -> None:
-        """Warm up and become ready."""
         began = perf_counter()
         await self.thread.run(self._warm_up)
         logger.info("warmed up in %.1f s", perf_counter() - began)

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
+from operator import eq
 from time import perf_counter
 
 import torch
@@ -23,7 +25,6 @@ class Steps:
     """Runs flights of one model. Call it from one event loop, but for `warm_up`."""
 
     def __init__(self, shared: Shared) -> None:
-        """Run nothing yet."""
         self._cache, self._thread, settings, self._metrics, self._is_caching = shared
         self._chunk, self._has_keys = settings.prefill_chunk, settings.keys is not None
         prefix = self._cache.config.prefix
@@ -203,6 +204,4 @@ class _Prefilling:
         """Return with how many tokens both prompts begin; 0 in different namespaces."""
         if flight.namespace != self.flight.namespace:
             return 0
-        pairs = zip(self.flight.prompt, flight.prompt, strict=False)
-        shorter = min(len(self.flight.prompt), len(flight.prompt))
-        return next((n for n, (own, other) in enumerate(pairs) if own != other), shorter)
+        return sum(takewhile(bool, map(eq, self.flight.prompt, flight.prompt)))
