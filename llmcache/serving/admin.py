@@ -87,8 +87,7 @@ async def forget(asked: Forget, request: Request) -> dict[str, int]:
         raise Refusal("invalid", "give `inputs`", param="inputs")
     given = {"inputs": asked.inputs}
     if server.served.kind == "embedding":
-        inputs = tei.validated(tei.EmbedRequest, given).inputs
-        items, is_list = tei.items_of(inputs), not tei.is_one(inputs)
+        items, is_list = tei.items_of(tei.validated(tei.EmbedRequest, given).inputs)
     else:
         items, is_list = tei.classified_of(tei.validated(tei.PredictRequest, given).inputs)
     encoder, tokens = await tei.tokenised(server, items, asked, Fields("inputs", is_list), asked.prompt_name)

@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
-from pydantic import AliasChoices, BaseModel, Discriminator, Field, RootModel, StrictInt, StrictStr, Tag
+from pydantic import AliasChoices, BaseModel, Field, RootModel, SkipValidation, StrictInt, StrictStr
 
 from llmcache.serving import tei
 from llmcache.serving.bodies import BodyRoute, rendered
@@ -83,24 +83,10 @@ class RerankRequest(_PairsRequest):
     max_tokens_per_doc: StrictInt | None = None
 
 
-def _shape_of(given: Any) -> str | None:
-    """Return whose shape a body of `/rerank` has; None if it could be either's."""
-    if not isinstance(given, Mapping) or "documents" not in given:
-        return "TEI"
-    return None if "texts" in given else "Infinity"
-
-
-class AnyRerankRequest(RootModel[tei.RerankRequest | RerankRequest]):
+class AnyRerankRequest(RootModel[Any]):
     """Body of `/rerank`: `texts` as in TEI, or `documents` as in Infinity, whose documents are returned as strings."""
 
-    root: Annotated[
-        Annotated[tei.RerankRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("Infinity")],
-        Discriminator(
-            _shape_of,
-            custom_error_type="either",
-            custom_error_message="give `texts` (as TEI) or `documents` (as Infinity), not both",
-        ),
-    ]
+    root: SkipValidation[tei.RerankRequest | RerankRequest]  # `rerank_as_asked` checks it
 
 
 @router.get("/models", include_in_schema=False)
@@ -123,10 +109,10 @@ async def model(name: str, request: Request) -> JSONResponse:
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Return embeddings of norm 1 in OpenAI's format."""
-    items, fields = tei.items_of(body.input), Fields("input", not tei.is_one(body.input), cut=_CUT)
+    items, is_list = tei.items_of(body.input)
     if any(isinstance(item, list) for item in items) and not request.app.state.server.settings.allow_token_ids:
         raise Refusal("invalid", _IDS, param="input")
-    server, made = await _run_model(body, request, "embedding", items, fields)
+    server, made = await _run_model(body, request, "embedding", items, Fields("input", is_list, cut=_CUT))
 
     def shown(values: NDArray[np.float32]) -> Any:
         row = tei.embedding(server, values, True, body.dimensions)
@@ -140,8 +126,8 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
 @router.post("/v1/classify")
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Return the likeliest label of each input, and the probabilities of all labels."""
-    fields = Fields("input", not tei.is_one(body.input), cut=_CUT)
-    server, made = await _run_model(body, request, "classifier", tei.items_of(body.input), fields)
+    items, is_list = tei.items_of(body.input)
+    server, made = await _run_model(body, request, "classifier", items, Fields("input", is_list, cut=_CUT))
     shares, labels = (tei.probabilities(server, one.values) for one in made), server.served.labels
     data = (
         {"index": i, "label": labels[int(np.argmax(row))], "probs": row.tolist(), "num_classes": len(row)}
@@ -190,9 +176,12 @@ async def _reranked(
 @router.post("/rerank")
 async def rerank_as_asked(body: AnyRerankRequest, request: Request) -> JSONResponse:
     """Score texts by relevance to a query, best first, in the format of TEI or of Infinity, as the request has it."""
-    asked = body.root
-    if isinstance(asked, tei.RerankRequest):
-        return await tei.rerank(asked, request)
+    given: Any = body.root
+    if not isinstance(given, Mapping) or "documents" not in given:
+        return await tei.rerank(tei.validated(tei.RerankRequest, given), request)
+    if "texts" in given:
+        raise Refusal("invalid", "body: give `texts` (as TEI) or `documents` (as Infinity), not both")
+    asked = tei.validated(RerankRequest, given)
     return await _reranked(asked, request, bool(asked.return_documents), str)
 
 

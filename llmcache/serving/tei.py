@@ -147,8 +147,8 @@ class DecodeRequest(BaseModel):
 @router.post("/embed")
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Return embeddings, one list of floats for each input."""
-    items, fields = items_of(body.inputs), Fields("inputs", not is_one(body.inputs))
-    server, made = await computed(request, "embedding", items, body, fields, body.prompt_name)
+    items, is_list = items_of(body.inputs)
+    server, made = await computed(request, "embedding", items, body, Fields("inputs", is_list), body.prompt_name)
     rows = (embedding(server, one.values, body.normalize, body.dimensions).tolist() for one in made)
     return await rendered(rows, numbers_in(made), headers(server, made))
 
@@ -158,8 +158,8 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """Return the last hidden states of all tokens. Always computed: entries store one vector per input."""
     server: Server = request.app.state.server
     server.needs("embedding")
-    fields = Fields("inputs", not is_one(body.inputs))
-    encoder, tokens = await tokenised(server, items_of(body.inputs), body, fields, body.prompt_name)
+    items, is_list = items_of(body.inputs)
+    encoder, tokens = await tokenised(server, items, body, Fields("inputs", is_list), body.prompt_name)
     most = server.settings.max_batch_tokens
     if len(tokens) > 1 and sum(map(len, tokens)) > most:  # each token has a vector in the response
         raise Refusal("too_large", f"the inputs have more than {most} tokens (--max-batch-tokens): send fewer")
@@ -346,13 +346,10 @@ def validated(model: type[_M], given: Any) -> _M:
         raise invalid(error) from None
 
 
-def items_of(inputs: Any) -> list[Any]:
-    return [inputs] if is_one(inputs) else list(inputs)
-
-
-def is_one(inputs: Any) -> bool:
-    """Whether `inputs` is a single input (a text or token ids), not a list of inputs."""
-    return isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
+def items_of(inputs: Any) -> tuple[list[Any], bool]:
+    """Return the inputs, and whether they are a list: not a single text, or the token ids of one."""
+    is_one = isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
+    return [inputs] if is_one else list(inputs), not is_one
 
 
 def classified_of(inputs: Any) -> tuple[list[Item], bool]:
