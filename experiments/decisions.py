@@ -42,7 +42,7 @@ CALIBRATIONS: Sequence[Mapping[str, Any]] = (
     {"max_drop": 0.01, "sources": "growing"},
 )
 ROUNDING = 1e-6  # tolerance for limits, and for the distance to the limit of risks whose decisions differ
-_UNIT = 1e-7  # unit of recorded risks, which are whole numbers
+UNIT = 1e-7  # unit of recorded risks, which are whole numbers
 _INFINITE = 2.0  # stands for an infinite risk; finite risks are probabilities
 #: Packages that results in floating point depend on; a subset of `support.environment.describe`.
 _PACKAGES = ("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
@@ -90,7 +90,7 @@ def _decide(workload: Workload, own: Sequence[Answer], learn: int, asked: Mappin
         for (answer, outcome), expected in zip(later, own[learn:], strict=True):
             letter = "-" if outcome.rung is None else outcome.rung[0]
             served += letter if answer == expected else letter.upper()
-            risks.append(None if outcome.risk is None else round(min(outcome.risk, _INFINITE) / _UNIT))
+            risks.append(None if outcome.risk is None else round(min(outcome.risk, _INFINITE) / UNIT))
     chosen = made.chosen
     if chosen is None:
         raise ConfigError(f"{dict(asked)}: nothing is reused, so there are no decisions to record")
@@ -126,7 +126,7 @@ def compare(old: Record, new: Record) -> Iterator[tuple[str, bool]]:
         if one["sources"] == "growing" and differing and differing[0] not in far:
             far, end = [], differing[0]
         pairs = zip(one["risks"][:end], other["risks"][:end], strict=True)
-        off = max((abs(a - b) * _UNIT for a, b in pairs if None not in (a, b)), default=0.0)
+        off = max((abs(a - b) * UNIT for a, b in pairs if None not in (a, b)), default=0.0)
         is_same = abs(one["limit"] - other["limit"]) <= ROUNDING and not far
         told = "equal" if is_same else "DIFFERENT"
         yield (
@@ -157,7 +157,7 @@ def _place(known: Record) -> str:
 
 def _is_at_limit(decided: Record, number: int) -> bool:
     risk = decided["risks"][number]
-    return risk is not None and abs(risk * _UNIT - decided["limit"]) <= ROUNDING + _UNIT / 2
+    return risk is not None and abs(risk * UNIT - decided["limit"]) <= ROUNDING + UNIT / 2
 
 
 def _n_hits(decided: Record) -> int:

@@ -5,6 +5,7 @@
     observe     `Observation`s of computed requests, made by `cache.observe`
     replay      the source that would serve a request (`Found`); banks and prefix blocks without a model
     fit         `CalibratedReuse` of a wrapped model: fingerprints, risks, candidate limits
+    audit       the `Alarm` and the constants by which hits are drawn
     choose      `split` requests, `try_limits` on the test part, `choose_limit` for a `RiskTarget`
 
 These names are not part of the public interface and change without notice. Each is imported on first use: names of
@@ -38,6 +39,9 @@ _NAMES = {
         *("HoldoutOutcome", "OperatingPoint", "candidate_limits", "check_size", "choose_limit", "n_tested", "split"),
         "try_limits",
     ),
+    # Audit: draws and alarm, step by step.
+    "reuse.audit.account": ("BY_RISK",),
+    "reuse.audit.alarm": ("CLOSER", "WATCH", "Alarm", "epoch_of"),
     # Settings, models and servers, loaded as the commands load them.
     "config": ("PrefixOptions", "explain"),
     "support.registry": ("Component", "Registry"),

@@ -19,7 +19,7 @@ from experiments.support.files import Folders
 
 #: Names of the measures, and where their functions are if not at `run` in the module of that name.
 NAMES = (
-    *("serve", "observe", "sweep", "layers", "latency", "compiled", "trust", "bound", "service", "engines"),
+    *("serve", "observe", "sweep", "layers", "latency", "compiled", "trust", "bound", "audit", "service", "engines"),
     *(
         "engine_parity",
         "serve_load",

@@ -1,13 +1,12 @@
 """Limits, alarm and draws keep their promises at every moment, and are not vacuous. All seeds are fixed."""
 
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from llmcache.reuse.audit.account import N_FIRST, AuditAccount, AuditSample
-from llmcache.reuse.audit.alarm import EPOCH, Alarm, epoch_of
+from llmcache.reuse.audit.account import BY_RISK, AuditAccount, AuditSample
+from llmcache.reuse.audit.alarm import CLOSER, EPOCH, WATCH, Alarm, epoch_of
 from llmcache.reuse.audit.rate import Rate
 
 # -- Rate --------------------------------------------------------------------------------------------------------------
@@ -92,14 +91,13 @@ def test_a_sample_that_waits_counts_for_the_worse_on_both_sides() -> None:
 # -- Alarm -------------------------------------------------------------------------------------------------------------
 
 
-def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -> int | None:
-    """Return the number of requests after which the alarm rings."""
-    for n, has_event in enumerate(events, start=1):
+def rings_at(alarm: Alarm, floor: float, n: int, rate: float, rng: np.random.Generator) -> int | None:
+    """Check requests as often as the alarm asks for; return the number of requests after which it rings."""
+    for count in range(1, n + 1):
+        chance = min(1.0, floor * (CLOSER if alarm.is_suspicious else 1))
         number = alarm.see()
-        if has_event:
-            alarm.found(number, weight)
-            if alarm.rings():
-                return n
+        if rng.random() < rate * chance and alarm.found(number, 1 / chance):
+            return count
     return None
 
 
@@ -108,13 +106,21 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
     rng = np.random.default_rng(4)
     ratios = []
     for _ in range(30):
-        alarm = Alarm(0.01, floor=0.2, alpha=0.05)
-        assert rings_at(alarm, rng.random(n_before) < 0.0005 * 0.2, 5.0) is None
-        expected = alarm.needed(0.1)
-        heard = rings_at(alarm, rng.random(20 * expected) < 0.1 * 0.2, 5.0)
-        ratios.append(heard / expected)
+        alarm = Alarm(0.01, floor=0.02, alpha=0.05)
+        assert rings_at(alarm, 0.02, n_before, 0.0005, rng) is None
+        expected = alarm.needed(0.04)
+        ratios.append(rings_at(alarm, 0.02, 20 * expected, 0.04, rng) / expected)
     assert 0.1 < np.median(ratios) < 1.2
     assert np.mean(np.array(ratios) < 2) > 0.9
+
+
+def test_it_is_suspicious_at_first_and_for_a_while_after_an_event() -> None:
+    alarm = Alarm(0.005, floor=0.01, alpha=0.05)
+    seen = [alarm.is_suspicious for _ in range(5 * EPOCH) if alarm.see() is not None]
+    assert seen == [True] * (WATCH - 1) + [False] * (5 * EPOCH - WATCH + 1)
+    assert not alarm.found(alarm.n - 1, 100.0) and alarm.is_suspicious
+    seen = [alarm.is_suspicious for _ in range(20 * EPOCH) if alarm.see() is not None]
+    assert seen[0] and not seen[-1]
 
 
 def test_the_more_it_exceeds_the_sooner_it_is_expected_and_what_is_found_late_counts_alike() -> None:
@@ -130,7 +136,7 @@ def test_the_more_it_exceeds_the_sooner_it_is_expected_and_what_is_found_late_co
     late.found(EPOCH + 7, 2.0)
     for alarm in (at_once, late):
         alarm.found(3 * EPOCH - 1, 2.0)
-    np.testing.assert_allclose(at_once.wealth(), late.wealth())
+    np.testing.assert_allclose(at_once.wealth()[0], late.wealth()[0])
 
 
 def test_epochs_are_longer_the_more_came_before() -> None:
@@ -184,21 +190,23 @@ def test_it_rings_once_and_within_what_is_needed() -> None:
     assert np.median(ratios) < 1
 
 
-def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
-    auditor = AuditAccount(limit=0.5, floor=0.05, alpha=0.05)
+def test_it_draws_by_risk_and_suspicion_and_never_under_the_floor() -> None:
+    auditor = AuditAccount(limit=0.5, floor=0.01, alpha=0.05)
 
-    def drawn(share: float, n: int) -> float:
-        return sum(auditor.see(share) is not None for _ in range(n)) / n
+    def drawn(share: float, n: int) -> list[float]:
+        return [sample.weight for _ in range(n) if (sample := auditor.see(share)) is not None]
 
-    assert drawn(0.0, N_FIRST) == pytest.approx(0.25, abs=0.06)
-    assert drawn(0.0, 4000) == pytest.approx(0.05, abs=0.011)
-    assert drawn(1.0, 4000) == pytest.approx(0.1, abs=0.015)
+    assert set(drawn(0.0, WATCH)) == {1 / (CLOSER * 0.01)}  # an account begins suspicious
+    for share in (0.0, 0.5, 1.0):
+        chance = 0.01 * (1 + BY_RISK * share)
+        weights = drawn(share, 10_000)
+        assert len(weights) == pytest.approx(10_000 * chance, rel=0.3) and set(weights) == {1 / chance}
     assert auditor.see(None) is None
-    assert auditor.rate.n == N_FIRST + 8001
+    assert auditor.rate.n == WATCH + 30_001
     everything = AuditAccount(limit=0.5, floor=1.0, alpha=0.05)
-    samples = [everything.see(1.0) for _ in range(50)]
+    samples = [everything.see(share) for share in (0.0, 1.0) for _ in range(2 * WATCH)]
     assert all(isinstance(sample, AuditSample) and sample.weight == 1.0 for sample in samples)
     auditor = AuditAccount(0.01, 0.2, 0.05)  # where samples wait, fewer are drawn and count more
     weights = {sample.weight for _ in range(3000) if (sample := auditor.see(0.0, 0.25)) is not None}
-    assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}
+    assert weights == {1 / (0.2 * 0.25), 1 / min(1.0, 0.25 * CLOSER * 0.2)}
     assert auditor.counts["n_drawn"] < 3000 * 0.2 / 2

@@ -1,7 +1,8 @@
 """The account of one calibration: draws hits for the audit and counts the verdicts.
 
-A hit is drawn with a known probability: higher at first, higher for risky hits, never under a floor. A changed answer
-counts with the inverse of that probability, so the estimated rate of changed answers over all requests is unbiased.
+A hit is drawn with a known probability: never under a floor, higher for risky hits, and higher for all hits while the
+alarm is suspicious. A changed answer counts with the inverse of that probability, so the estimated rate of changed
+answers over all requests is unbiased.
 
 A drawn hit without a verdict counts against the claim. For the upper limit it counts as changed as soon as it is drawn.
 For the alarm it counts as changed once recomputing it fails, or once more drawn hits wait than fit the queue.
@@ -12,12 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from llmcache.reuse.audit.alarm import Alarm
+from llmcache.reuse.audit.alarm import CLOSER, Alarm
 from llmcache.reuse.audit.rate import Rate
 from llmcache.support.arrays import Floats
 
-N_FIRST = 500  # first requests of an account, audited more often: a claim that is wrong mostly is from the start
-_FIRST_FACTOR = 5  # on the floor, for these requests
+BY_RISK = 2.5  # the riskiest hits are drawn this much more often than those without risk
 MOST_WAITING = 1000  # queued hits; with more, drawn hits are computed in their own calls
 _MOST_OPEN = MOST_WAITING + 200  # room for hits under way and calls that checked the queue earlier; older ones are lost
 
@@ -65,13 +65,12 @@ class AuditAccount:
         requests, whose answers cannot have changed. `scale`, over 0 and at most 1, multiplies all probabilities: it may
         depend on everything before this request, but not on the request.
         """
-        floor = min(1.0, _FIRST_FACTOR * self._floor) if self.rate.n < N_FIRST else self._floor
-        floor *= scale
+        floor = scale * self._floor * (CLOSER if self.alarm.is_suspicious else 1)
         self.rate.see(scale)
         number = self.alarm.see()
         if share is None:
             return None
-        chance = min(1.0, floor * (1 + share))
+        chance = min(1.0, floor * (1 + BY_RISK * share))
         if not self.toss(chance):
             return None
         self.counts["n_drawn"] += 1
@@ -113,8 +112,7 @@ class AuditAccount:
 
     def _count_changed(self, sample: AuditSample) -> bool:
         """Count a changed answer; return whether the alarm rings for the first time."""
-        self.alarm.found(sample.number, sample.weight)
-        rings = not self.has_rung and self.alarm.rings()
+        rings = self.alarm.found(sample.number, sample.weight) and not self.has_rung
         self.has_rung |= rings
         return rings
 

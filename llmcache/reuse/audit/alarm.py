@@ -4,6 +4,9 @@ The alarm is a mixture martingale. Gamblers bet that the rate is over its limit;
 fair or worse. So the probability that their total wealth ever reaches 1 / alpha times what they began with is alpha at
 most (Ville 1939; Waudby-Smith and Ramdas 2024, section 4). When it does, the alarm rings.
 
+Long before, the alarm is *suspicious*, and requests are checked `CLOSER` times as often. The bets stay fair, since that
+depends on earlier requests alone.
+
 Sizes: E gamblers, J bets each.
 """
 
@@ -16,6 +19,9 @@ from llmcache.reuse.calibration.bounds import mixed, stakes
 from llmcache.support.arrays import Doubles
 
 EPOCH = 500  # requests between the starts of two gamblers: the longest delay before one starts after the rate changes
+CLOSER = 20  # factor on the probability of a check while the alarm is suspicious
+WATCH = 100  # requests for which it is suspicious at least: the first ones, and after an event that makes it so
+_MUCH = 20.0  # log wealth beyond any that is compared
 _STEADY = 100  # epochs of that length; each later one is a hundredth of all requests before it
 _RECENT, _THINNED = 128, 16  # the latest 128 epochs all keep their gambler; of older epochs, every 16th does
 
@@ -46,6 +52,7 @@ class Alarm:
             alpha: Chance of ringing although the rate never exceeds `limit`.
         """
         self.n = 0  # requests
+        self.is_suspicious = True  # at first, and while a gambler has at least twice what it began with
         self._by_epoch: Counter[int] = Counter()  # requests
         self._found: Counter[tuple[int, float]] = Counter()  # events, by epoch and weight
         self._limit = limit
@@ -59,45 +66,51 @@ class Alarm:
         number = self.n
         self._by_epoch[epoch_of(number)] += 1
         self.n += 1
+        if self.is_suspicious and self.n % WATCH == 0:
+            self._compare()
         return number
 
-    def found(self, number: int, weight: float) -> None:
-        """Count an event found in a request that was checked with probability 1 / `weight`.
+    def found(self, number: int, weight: float) -> bool:
+        """Count an event found in a request that was checked with probability 1 / `weight`; return whether it rings.
 
         It may be found long after the request: until then the request counts 0, which never favours a gambler.
         """
         self._found[epoch_of(number), weight] += 1
+        return self._compare()
 
-    def rings(self) -> bool:
-        """Whether the gamblers' total wealth has reached 1 / alpha."""
-        return mixed(self.wealth().ravel(), len(self._stakes)) >= log(1 / self._alpha)
+    def _compare(self) -> bool:
+        """Decide on suspicion; return whether the gamblers' total wealth has reached 1 / alpha."""
+        wealth, shares = self.wealth()
+        n_bets = len(self._stakes)
+        self.is_suspicious = bool(np.exp(np.minimum(wealth, _MUCH)).sum(axis=1).max() >= 2 * n_bets)
+        return mixed((wealth + shares).ravel(), n_bets) >= log(1 / self._alpha)
 
-    def wealth(self) -> Doubles:
-        """Return the log wealth (E, J) of each bet of each gambler; over the gamblers, each bet begins with 1."""
-        latest = max(self._by_epoch, default=0)
-        n_epochs = latest + 1
-        n_bets, gained = np.zeros((n_epochs, 1)), np.zeros((n_epochs, len(self._stakes)))
-        for epoch, n in self._by_epoch.items():
-            n_bets[epoch] += n
+    def wealth(self) -> tuple[Doubles, Doubles]:
+        """Return log wealth (E, J), where each bet begins with 1, and the gamblers' log shares in the total (E, 1)."""
+        n_epochs = max(1, len(self._by_epoch))
+        n_bets = np.array([[self._by_epoch[epoch]] for epoch in range(n_epochs)], np.float64)
+        gained = np.zeros((n_epochs, len(self._stakes)))
         found = np.array([(*kind, n) for kind, n in self._found.items()], np.float64).reshape(-1, 3)
         won = np.log(1 - self._stakes + self._stakes * found[:, 1:2] / self._limit) - self._lost
         np.add.at(gained, found[:, 0].astype(np.int64), found[:, 2:] * won)
         n_bets, gained = (np.cumsum(counts[::-1], axis=0)[::-1] for counts in (n_bets, gained))  # from each epoch on
-        e = np.arange(1, n_epochs + 1)[:, None]
-        wealth: Doubles = gained + n_bets * self._lost - np.log(e * (e + 1.0))
-        return wealth[[epoch > latest - _RECENT or epoch % _THINNED == 0 for epoch in range(n_epochs)]]
+        e = np.arange(1.0, n_epochs + 1)
+        kept = (e > n_epochs - _RECENT) | (e % _THINNED == 1)
+        return (gained + n_bets * self._lost)[kept], -np.log(e * (e + 1))[kept, None]
 
     def needed(self, rate: float) -> int | None:
         """Return the expected number of requests until the alarm if the rate rises to `rate` now; None if no bet grows.
 
-        Wald's estimate. If requests are checked with the least probability p, a share q = p rate of them shows an
-        event. A bet of stake s then grows by g(s) = q log(1 - s + s / (p limit)) + (1 - q) log(1 - s) per request. The
-        best of the J bets of the next gambler, number e, begins with 1 / (J e (e + 1)) and must reach 1 / alpha, which
-        takes log(J e (e + 1) / alpha) / max g(s) requests. It starts after one epoch at most.
+        Wald's estimate. With the least probability p, it takes 1 / (p rate) requests until an event is found. Then the
+        probability is c = `CLOSER` p, and a share q = c rate of requests shows an event. A bet of stake s grows by
+        g(s) = q log(1 - s + s / (c limit)) + (1 - q) log(1 - s) per request. The best of the J bets of the next
+        gambler, number e, begins with 1 / (J e (e + 1)) and must reach 1 / alpha, which takes
+        log(J e (e + 1) / alpha) / max g(s) requests. It starts after one epoch at most.
         """
-        q = self._floor * rate
-        growth = q * np.log(1 - self._stakes + self._stakes / (self._floor * self._limit)) + (1 - q) * self._lost
+        closer = min(1.0, CLOSER * self._floor)
+        q = closer * rate
+        growth = q * np.log(1 - self._stakes + self._stakes / (closer * self._limit)) + (1 - q) * self._lost
         if growth.max() <= 0:
             return None
-        e, wait = epoch_of(self.n) + 2, max(EPOCH, self.n // _STEADY)
-        return wait + ceil(log(len(self._stakes) * e * (e + 1) / self._alpha) / float(growth.max()))
+        e, wait = epoch_of(self.n) + 2, max(EPOCH, self.n // _STEADY) + 1 / (self._floor * rate)
+        return ceil(wait + log(len(self._stakes) * e * (e + 1) / self._alpha) / float(growth.max()))
