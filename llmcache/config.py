@@ -75,7 +75,7 @@ class PrefixOptions(_Settings):
 class AuditOptions(_Settings):
     """How much of calibrated reuse is audited, and when."""
 
-    rate: float = Field(default=0.05, ge=0.0, le=1.0)
+    rate: float = Field(default=0.01, ge=0.0, le=1.0)
     share: float = Field(default=0.02, ge=0.0, le=1.0)
     in_background: bool = True
 
@@ -150,11 +150,11 @@ class CacheConfig(_Settings):
         sources: Which stored requests serve others after a calibration: `frozen`, those it was made with, for which the
             bound holds; or `growing`, later misses of this process as well, without a bound.
         audit: Least probability with which a hit of calibrated reuse is recomputed, 0 to 1, to see whether its answer
-            changed: five times as high for the first 500 requests and after an alarm, and up to twice as high for risky
-            hits. 0: no audit. Or `{rate: 0.05, share: 0.02, in_background: true}`. In the background, a thread
-            recomputes while no call is under way and none was for 20 ms; otherwise only `cache.drain()` does. If calls
-            leave no such gap for a second, calls do the work, for at most `share` of their time, 0 to 1; if that is not
-            enough, fewer hits are drawn.
+            changed: up to 3.5 times as high for risky hits, and 20 times for the first 100 requests and while changed
+            answers make a wrong claim likely. 0: no audit. Or `{rate: 0.01, share: 0.02, in_background: true}`. In the
+            background, a thread recomputes while no call is under way and none was for 20 ms; otherwise only
+            `cache.drain()` does. If calls leave no such gap for a second, calls do the work, for at most `share` of
+            their time, 0 to 1; if that is not enough, fewer hits are drawn.
         share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
             publishes its own, looks for another's once a second, also instead of learning one (`learn`), and follows
             the alarms of the others. Each cache audits its own hits, on its own account.

@@ -14,7 +14,8 @@ import llmcache
 from experiments.report import site
 from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.models.adapters import ADAPTERS
-from llmcache.reuse.audit.alarm import Alarm
+from llmcache.reuse.audit.account import BY_RISK
+from llmcache.reuse.audit.alarm import CLOSER, WATCH
 from tests.examples import DOCS, ROOT, run, text_of
 from tests.fixtures import Patch, Shown
 from tests.tiny_models import CLASSIFIERS, build, tokenizer, tokens
@@ -136,9 +137,9 @@ def test_the_site_carries_configurations_and_names_other_files() -> None:
         assert made == f"[a]({up}configs/a.yaml), `results/R.md`, this (`Makefile`) and [b]({up}b.md#c)"
 
 
-def test_how_late_an_alarm_comes_is_what_the_code_says() -> None:
-    rows = re.findall(r"^\| (\d+) % \| ([\d,]+) \|$", text_of(DOCS / "calibration.md"), re.MULTILINE)
-    assert len(rows) == 3
-    for rate, told in rows:
-        needed = Alarm(limit=0.005, floor=0.05, alpha=0.05).needed(int(rate) / 100)
-        assert needed == pytest.approx(int(told.replace(",", "")), rel=0.05)
+def test_how_hits_are_drawn_is_what_the_code_says() -> None:
+    text = text_of(DOCS / "calibration.md")
+    assert f"`audit * (1 + {BY_RISK:g} * share)`" in text
+    assert f"`{CLOSER}` times that" in text and f"first `{WATCH}` requests" in text
+    told = f"up to {1 + BY_RISK:g} times as high for risky hits, and {CLOSER} times for the first {WATCH} requests"
+    assert told in text_of(DOCS / "settings.md")

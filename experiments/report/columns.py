@@ -170,6 +170,53 @@ BOUND_DRAFT: Mapping[str, Cell] = {
     "rungs": lambda row: ", ".join(f"{rungs}: {n}" for rungs, n in sorted(row.get("rungs", {}).items())),
 }
 
+FAULTS = {
+    **{f"{name}, {times} times": (name, times) for name in ("risks too low", "alike") for times in (2, 4, 20)},
+    **{f"{name}, {times} times": (name, times) for name in ("drift", "bad source") for times in (2, 4)},
+}
+
+
+def _until(row: Mapping[str, Any], event: str) -> str:
+    times = (row[f"{event}_{name}"] for name in ("median", "p90"))
+    return " / ".join("-" if time is None else count(int(time)) for time in times)
+
+
+DRAWING: Mapping[str, Cell] = {
+    **STREAM,
+    "drawn with": itemgetter("rule"),
+    "recomputed of 1,000: a pass": lambda row: number(row["right, a pass"]["recomputed"]),
+    "a long run": lambda row: number(row["right"]["recomputed"]),
+    "at the limit": lambda row: number(row["at the limit"]["recomputed"]),
+    "false alarms": lambda row: f"{row['at the limit']['n_rang']}, {row['at the limit, alike']['n_rang']}",
+    **{heading: lambda row, fault=fault: _until(row[fault], "alarm") for heading, fault in FAULTS.items()},
+    "found first, bad source, 2 times": lambda row: _until(row["bad source", 2], "found"),
+}
+
+
+def _ratio(name: str, *of: Any) -> Cell:
+    """Return a cell with a figure of the rule in use over that of the former rule."""
+
+    def cell(row: Mapping[str, Any]) -> str:
+        now, before = (rule[of if len(of) > 1 else of[0]][name] for rule in (row["now"], row["before"]))
+        return "" if now is None or before is None else f"{now / before:.2f}"
+
+    return cell
+
+
+def _of_both(*of: Any) -> Cell:
+    median, p90 = (_ratio(f"alarm_{name}", *of) for name in ("median", "p90"))
+    return lambda row: f"{median(row)} / {p90(row) or '-'}"
+
+
+DRAWING_RATIOS: Mapping[str, Cell] = {
+    **STREAM,
+    "recomputed: a pass": _ratio("recomputed", "right, a pass"),
+    "a long run": _ratio("recomputed", "right"),
+    "at the limit": _ratio("recomputed", "at the limit"),
+    **{heading: _of_both(*fault) for heading, fault in FAULTS.items()},
+    "found first, bad source, 2 times": _ratio("found_median", "bad source", 2),
+}
+
 # Prompts, and single calls.
 
 LIMIT: Mapping[str, Cell] = {

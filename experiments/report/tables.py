@@ -94,6 +94,20 @@ def limits(runs: Sequence[Run]) -> str:
 UNTIMED = dict.fromkeys(("plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit"))
 
 
+def drawn(run: Run) -> Iterator[Figures]:
+    """Yield a row for each rule of drawing hits, with the figures of each scenario; of faults by times as well."""
+    for rule in dict.fromkeys(row["rule"] for row in run.metrics["summary"]):
+        mine = [row for row in run.metrics["summary"] if row["rule"] == rule]
+        found = {row["scenario"] if row["times"] <= 1 else (row["scenario"], row["times"]): row for row in mine}
+        yield {"rule": rule, **found}
+
+
+def compared(run: Run) -> Iterator[Figures]:
+    """Yield the rule in use beside the former one."""
+    before, *_, now = drawn(run)
+    yield {"before": before, "now": now}
+
+
 def generations(run: Run) -> Iterator[Figures]:
     for row in run.metrics["generation"]:
         yield from ({"kind": kind, **row} for kind in KINDS)
@@ -136,6 +150,7 @@ TABLES: Mapping[str, Table] = {
     "sweep": swept_and_live,
     "trust": lambda runs: f"{calibrated(runs)}\n\n{ways(runs)}",
     "bound": by_row(show.BOUND_DRAFT, figure("claims")),
+    "audit": by_row(show.DRAWING, drawn),
     "service": by_row(show.PASSES),
     "set_rates": by_row({**show.STREAM, **show.RATED}),
     "second_pass": by_row(show.KNOWN),

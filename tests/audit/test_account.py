@@ -105,13 +105,12 @@ def rings_at(alarm: Alarm, floor: float, n: int, rate: float, rng: np.random.Gen
 def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> None:
     rng = np.random.default_rng(4)
     ratios = []
-    for _ in range(30):
+    for _ in range(40):
         alarm = Alarm(0.01, floor=0.02, alpha=0.05)
         assert rings_at(alarm, 0.02, n_before, 0.0005, rng) is None
         expected = alarm.needed(0.04)
         ratios.append(rings_at(alarm, 0.02, 20 * expected, 0.04, rng) / expected)
-    assert 0.1 < np.median(ratios) < 1.2
-    assert np.mean(np.array(ratios) < 2) > 0.9
+    assert 0.6 < np.mean(ratios) < 1.3
 
 
 def test_it_is_suspicious_at_first_and_for_a_while_after_an_event() -> None:

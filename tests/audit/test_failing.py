@@ -72,9 +72,9 @@ def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() ->
         samples.append(account.see(0.0))
         rings.append(account.lose_overdue())
     assert account.counts["n_lost"] == 100 and rings.count(True) == 1  # it rings once
-    wealth = account.alarm.wealth()
+    wealth = account.alarm.wealth()[0]
     assert not account.settle(samples[0], True) and not account.lose(samples[0])
-    assert (account.alarm.wealth() == wealth).all()
+    assert (account.alarm.wealth()[0] == wealth).all()
     for number, sample in enumerate(samples[100:]):
         account.settle(sample, False) if number % 2 else account.withdraw(sample)
         assert not account.lose(sample)

@@ -164,6 +164,6 @@ def test_a_model_that_takes_no_token_ids_by_name_cannot_be_audited() -> None:
             return super().forward(tokens, torch.ones_like(tokens))
 
     model = Odd(masked).eval()
-    told = r"audit=0.05: .* Odd.forward\(\) does not take \(tokens\)"
+    told = r"audit=0.01: .* Odd.forward\(\) does not take \(tokens\)"
     with LLMCache.wrap(model, payload="sequence", answer="class") as cache, pytest.raises(ConfigError, match=told):
         cache.calibrate([{"tokens": one["input_ids"]} for one in varied(60, 0)])

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -17,6 +18,7 @@ from experiments.measures import MEASURES
 from experiments.measures import engines as engine_ways
 from experiments.measures import ray_replicas as replicas
 from experiments.measures import serve_load as load
+from experiments.measures.audit import RULES
 from experiments.measures.harness import WITH, WITHOUT
 from experiments.measures.over_http.servers import free_port, is_ready
 from experiments.measures.over_http.traffic import texts_of
@@ -35,6 +37,7 @@ from experiments.support.redis_server import wait_until
 from llmcache import LLMCacheError
 from llmcache.calls.kv_fill import Pieces, fill
 from llmcache.lab import load_served
+from llmcache.reuse.audit.account import AuditAccount
 from tests.experiments.helpers import LEARN, TASK, N, measured
 from tests.redis_server import redis_server
 
@@ -265,6 +268,21 @@ def policies(rows: Rows, metrics: Any) -> None:
     for name in ("lru", "s3_fifo", "w_tinylfu"):
         assert rates[name, 0.05] < rates[name, 0.3] <= rates[BEST, 0.3] and rates[name, 0.05] < rates[BEST, 0.05]
     assert rates["s3_fifo", 0.05] > rates["lru", 0.05]
+
+
+def audit(rows: Rows, metrics: Any) -> None:
+    """Each rule's alarm rings for gross faults and keeps still without one; the rule in use is the account's own."""
+    assert all(row["n_rang"] == 8 for row in rows if row["times"] == 20)
+    assert not any(row["n_rang"] for row in rows if row["scenario"] in ("right, a pass", "right"))
+    former, *_, rule = RULES
+    cost = {row["rule"]: row["recomputed"] for row in rows if row["scenario"] == "right"}
+    assert 0 < cost[rule.name] < cost[former.name] / 2
+    account = AuditAccount(0.005, rule.floor, 0.05)
+    for share in (0.0, 0.3, 1.0):  # suspicious at first, not suspicious later
+        for _ in range(2000):
+            factor = rule.factor(account.alarm)
+            if (sample := account.see(share)) is not None:
+                assert 1 / sample.weight == pytest.approx(rule.chance(np.array(share), factor))
 
 
 def prefix_limit(rows: Rows, metrics: Any) -> None:

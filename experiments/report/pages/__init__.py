@@ -40,6 +40,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "bound": all_of(by_row(show.BOUND, tables.figure("claims")), "trust_bound"),
     "time_order": streams.time_order,
     "bound_draft": any_of(tables.TABLES["bound"], "trust_bound_draft"),
+    "audit": all_of(tables.TABLES["audit"], "audit"),
+    "audit_ratios": all_of(by_row(show.DRAWING_RATIOS, tables.compared), "audit"),
     "service": streams.service,
     "rates": streams.rates,
     "second_pass": any_of(by_row(show.SECOND_PASS), "service_second_pass"),
@@ -90,6 +92,7 @@ TIMED = ("speed", "serving")
 #: Pages with tables, by path in the checkout, and the relative path from the page to the root.
 PAGES: Mapping[str, str] = {
     "README.md": "",
+    "docs/calibration.md": "../",
     **{f"docs/results/{name}.md": "../../" for name in ("index", "gpu", *SHOWN)},
 }
 MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
