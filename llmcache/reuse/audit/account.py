@@ -17,7 +17,7 @@ from llmcache.reuse.audit.alarm import CLOSER, Alarm
 from llmcache.reuse.audit.rate import Rate
 from llmcache.support.arrays import Floats
 
-BY_RISK = 2.5  # the riskiest hits are drawn this much more often than those without risk
+BY_RISK = 2.5  # a hit at the limit is drawn 1 + this times as often as one without risk
 MOST_WAITING = 1000  # queued hits; with more, drawn hits are computed in their own calls
 _MOST_OPEN = MOST_WAITING + 200  # room for hits under way and calls that checked the queue earlier; older ones are lost
 

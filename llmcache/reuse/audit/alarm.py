@@ -20,7 +20,7 @@ from llmcache.support.arrays import Doubles
 
 EPOCH = 500  # requests between the starts of two gamblers: the longest delay before one starts after the rate changes
 CLOSER = 20  # factor on the probability of a check while the alarm is suspicious
-WATCH = 100  # requests for which it is suspicious at least: the first ones, and after an event that makes it so
+WATCH = 100  # requests between looks at whether suspicion lasts; a new alarm is suspicious until the first look
 _MUCH = 20.0  # log wealth beyond any that is compared
 _STEADY = 100  # epochs of that length; each later one is a hundredth of all requests before it
 _RECENT, _THINNED = 128, 16  # the latest 128 epochs all keep their gambler; of older epochs, every 16th does
