@@ -37,6 +37,7 @@ class AuditStats:
         upper: Upper limit of the mean rate, valid as `lower`. Drawn hits with an unknown answer count as changed here.
         n_alarms: Times that the rate was found to exceed `allowed`, since wrapping.
         n_quarantined: Sources that serve no other request any more, since an answer they served was wrong.
+        recomputing_ms: Time in recomputing hits and in renewals since wrapping, in idle time, in calls and in `drain`.
         needed: Expected number of requests until an alarm if the rate were twice `allowed` from now on
             (derived in `llmcache.reuse.audit.alarm.Alarm.needed`); None without an audit.
         bound: The calibration's upper bound on the share of changed answers; None once it no longer holds.
@@ -55,6 +56,7 @@ class AuditStats:
     upper: float = 1.0
     n_alarms: int = 0
     n_quarantined: int = 0
+    recomputing_ms: float = 0.0
     needed: int | None = None
     bound: float | None = None
     allowed: float | None = None

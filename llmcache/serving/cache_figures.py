@@ -44,6 +44,7 @@ COUNTERS: Final = (
     Figure("lookup_seconds", "Time in fingerprint, search and decision.", lambda s: s.lookup_ms / 1e3),
     Figure("computing_seconds", "Time in the trunk, for computed rows.", lambda s: s.computing_ms / 1e3),
     Figure("storing_seconds", "Time storing entries.", lambda s: s.storing_ms / 1e3),
+    Figure("audit_seconds", "Time in recomputing hits.", _from_audit(lambda a: a.recomputing_ms / 1e3)),
     Figure("errors", "Failures of the cache that were computed around.", lambda s: s.errors),
     Figure("alarms", "Alarms of the audit.", _from_audit(lambda a: a.n_alarms)),
 )

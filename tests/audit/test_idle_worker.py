@@ -87,6 +87,7 @@ def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
         owner.worker.add(Job(work(clock, 0.03), clock.now))
     assert [owner.worker.catch_up() > 0 for _ in range(5)] == [True] * 4 + [False]  # a tenth of a second
     assert 2.0 not in owner.done and owner.worker.drain() == 6
+    assert owner.worker.worked_s == pytest.approx(2.0 + 9 * 0.03)
     owner, clock = busy(1e6, patience_s=0.0, share=0.0)
     owner.worker.add(Job(work(clock, 0.03), clock.now))
     assert owner.worker.catch_up() == 0.0

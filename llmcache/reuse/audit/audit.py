@@ -177,6 +177,7 @@ class Audit:
                 n_waiting=n_waiting,
                 n_alarms=self._n_alarms,
                 n_quarantined=n_quarantined,
+                recomputing_ms=1e3 * self.worker.worked_s,
                 bound=calibration.chosen.bound
                 if calibration is not None and calibration.chosen is not None and calibration.is_certified
                 else None,

@@ -75,6 +75,7 @@ class IdleWorker(Generic[Owner]):
         # One job at a time, in any thread. Reentrant: a job may enter `paused` to drop others.
         self._working = forkable(threading.RLock(), is_waited_for=False)
         self._is_working = False
+        self.worked_s = 0.0  # time in jobs, those that stopped midway included
         self._n_calls = 0
         self._last_call_s = clock()
         self._counted_s = self._last_call_s  # up to here the time of calls has earned credit
@@ -207,7 +208,7 @@ class IdleWorker(Generic[Owner]):
             owner = self._owner()
             if job is None or owner is None:
                 return False
-            self._is_working = True
+            self._is_working, started = True, self._clock()
             try:
                 Context().run(job.do, owner)  # without the caller's context variables: its namespace, `disabled`
             except Preempted:
@@ -216,4 +217,5 @@ class IdleWorker(Generic[Owner]):
                         self._jobs.appendleft(job)
             finally:
                 self._is_working = False
+                self.worked_s += self._clock() - started
         return True
