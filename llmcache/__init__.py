@@ -13,40 +13,32 @@ from typing import TYPE_CHECKING, Any
 from llmcache.support.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from llmcache.cache import LLMCache as LLMCache
-    from llmcache.config import CacheConfig as CacheConfig
-    from llmcache.errors import BankFileError as BankFileError
-    from llmcache.errors import CalibrationError as CalibrationError
-    from llmcache.errors import ConfigError as ConfigError
-    from llmcache.errors import LLMCacheError as LLMCacheError
-    from llmcache.errors import NotCachedError as NotCachedError
-    from llmcache.errors import RequestError as RequestError
-    from llmcache.errors import StoreError as StoreError
-    from llmcache.errors import UnfitBankError as UnfitBankError
-    from llmcache.errors import UnsafeReuseError as UnsafeReuseError
-    from llmcache.errors import UnsupportedModelError as UnsupportedModelError
-    from llmcache.errors import WrapError as WrapError
-    from llmcache.memory.index import INDEXES as INDEXES
-    from llmcache.memory.index import Index as Index
-    from llmcache.memory.policies import POLICIES as POLICIES
-    from llmcache.memory.policies import Policy as Policy
-    from llmcache.memory.stores import STORES as STORES
-    from llmcache.memory.stores import Store as Store
-    from llmcache.models.adapters import Adapter as Adapter
-    from llmcache.models.adapters import register_adapter as register_adapter
-    from llmcache.paper.codecs import CODECS as CODECS
-    from llmcache.paper.codecs import Codec as Codec
-    from llmcache.paper.fingerprints import FINGERPRINTS as FINGERPRINTS
-    from llmcache.paper.fingerprints import Fingerprint as Fingerprint
-    from llmcache.paper.fingerprints import View as View
-    from llmcache.request.outcome import Outcome as Outcome
-    from llmcache.reuse.calibration.calibration import Calibration as Calibration
-    from llmcache.reuse.calibration.risk_target import Metric as Metric
-    from llmcache.reuse.call import Call as Call
-    from llmcache.reuse.call import Hit as Hit
-    from llmcache.reuse.call import Rung as Rung
-    from llmcache.stats import AuditStats as AuditStats
-    from llmcache.stats import Stats as Stats
+    from llmcache.cache import LLMCache
+    from llmcache.config import CacheConfig
+    from llmcache.errors import (
+        BankFileError,
+        CalibrationError,
+        ConfigError,
+        LLMCacheError,
+        NotCachedError,
+        RequestError,
+        StoreError,
+        UnfitBankError,
+        UnsafeReuseError,
+        UnsupportedModelError,
+        WrapError,
+    )
+    from llmcache.memory.index import INDEXES, Index
+    from llmcache.memory.policies import POLICIES, Policy
+    from llmcache.memory.stores import STORES, Store
+    from llmcache.models.adapters import Adapter, register_adapter
+    from llmcache.paper.codecs import CODECS, Codec
+    from llmcache.paper.fingerprints import FINGERPRINTS, Fingerprint, View
+    from llmcache.request.outcome import Outcome
+    from llmcache.reuse.calibration.calibration import Calibration
+    from llmcache.reuse.calibration.risk_target import Metric
+    from llmcache.reuse.call import Call, Hit, Rung
+    from llmcache.stats import AuditStats, Stats
 
 # Where public names live. Imported on first use: `import llmcache` alone must not pay for torch.
 _NAMES = {
@@ -70,7 +62,42 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "CODECS",
+    "FINGERPRINTS",
+    "INDEXES",
+    "POLICIES",
+    "STORES",
+    "Adapter",
+    "AuditStats",
+    "BankFileError",
+    "CacheConfig",
+    "Calibration",
+    "CalibrationError",
+    "Call",
+    "Codec",
+    "ConfigError",
+    "Fingerprint",
+    "Hit",
+    "Index",
+    "LLMCache",
+    "LLMCacheError",
+    "Metric",
+    "NotCachedError",
+    "Outcome",
+    "Policy",
+    "RequestError",
+    "Rung",
+    "Stats",
+    "Store",
+    "StoreError",
+    "UnfitBankError",
+    "UnsafeReuseError",
+    "UnsupportedModelError",
+    "View",
+    "WrapError",
+    "register_adapter",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,9 @@ turn after each answer: plainly, then with the cache. The columns say how many t
 - *next turn*: of {n_turned} tokens, where each prompt goes on with its answer and {n_more} new tokens, alone. The last
   token of an answer was not run, so at most {n_known} are known.
 
+A trunk that does not pack runs each segment of a tree by itself. Here that counts as {of_forward} more tokens at most:
+of models so small, one more forward takes longer than all prompts.
+
 *From*: prompts are served from *blocks* of K/V, as far as they agree with earlier ones, or from *copies* of K/V caches
 that cannot be cut ([states](prefix.md#states)): a copy serves what continues it. So with copies, what prompts share was
 passed to `cache.prefill` before *alone*, which serves the first prompts as well, and batches are computed in full.
@@ -45,6 +48,7 @@ passed to `cache.prefill` before *alone*, which serves the first prompts as well
 cache, in all ways.
 """
 N_NEW, N_MORE, BLOCK, ROWS = 4, 6, 8, 4
+OF_FORWARD = 32  # token columns
 _NO_END = {"eos_token_id": None, "pad_token_id": 0}
 _VOCABULARY, _MOST_PARAMETERS = 96, 2_000_000
 #: Changes of these sizes, tried in turn; None: as the config has it.
@@ -292,6 +296,7 @@ def render(tried: Sequence[Tried]) -> str:
         "n_turned": n_tokens + len(own) * (N_NEW + N_MORE),
         "n_known": n_tokens + len(own) * (N_NEW - 1),
         "rows": ROWS,
+        "of_forward": OF_FORWARD,
     }
     served, others = ([one for one in tried if one.is_built and one.is_served is wanted] for wanted in (True, False))
     n_copies, n_wrong = sum(one.copies for one in served), sum(one.n_wrong for one in tried)
@@ -334,8 +339,7 @@ def main(arguments: Sequence[str]) -> None:
     names = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if not name.endswith("ConditionalGeneration")}
     every = sorted(name for name in names if hasattr(tf, name))
     tried = []
-    # One more forward of so small a model costs more than all tokens, and no segment would be run by itself.
-    with patch("llmcache.models.causal_trial.MOST_OF_FORWARD", 32):
+    with patch("llmcache.models.causal_trial.MOST_OF_FORWARD", OF_FORWARD):
         for name in parsed.only or every:
             tried.append(try_class(name))
             print(tried[-1], file=sys.stderr, flush=True)

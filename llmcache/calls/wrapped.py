@@ -14,7 +14,7 @@ from llmcache.models.causal import UNTRIED, Causal
 from llmcache.models.causal_trial import Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.heads import Head, find_head
-from llmcache.models.hooks import is_wrapped
+from llmcache.models.hooks import ALREADY_WRAPPED, is_wrapped
 from llmcache.models.packing import PAYLOADS, Payload
 from llmcache.models.weights import Weights
 from llmcache.request.counters import Counters
@@ -66,7 +66,7 @@ class Wrapped:
                 "encoders that share layers, and classifiers, can be wrapped"
             )
         if is_wrapped(trunk):
-            raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
+            raise WrapError(ALREADY_WRAPPED)
         weights, counters = Weights(trunk.module), Counters(model=trunk.module)
         coupling, causality, causal = Coupling(trunk, weights), Causality(trunk, weights), UNTRIED
         with suppress(RuntimeError):  # weights that cannot be read yet are read at a later call

@@ -93,25 +93,14 @@ class OnnxTrunk(GraphEngine):
         kept = (folder or _home() / "engines") / key
         self._path = kept / _FILE
         if not (self._path.is_file() and self._is_fit()):
-            self._make(kept)
+            with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
+                _export(twin, Path(made) / _FILE)
+                if precision == "int8":
+                    _quantise(Path(made))
+                (Path(made) / _DIGEST).write_text(_digest_of(Path(made)))
+                _keep(Path(made), kept)
             self._sessions.clear()
             self._compare()
-
-    def _make(self, kept: Path) -> None:
-        """Export the graph to the folder where it is kept, replacing what does not fit."""
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=kept.parent) as name:
-            made = Path(name)
-            _export(self.twin, made / _FILE)
-            if self._precision == "int8":
-                _quantise(made)
-            (made / _DIGEST).write_text(_digest_of(made))
-            shutil.rmtree(kept, ignore_errors=True)
-            try:
-                made.rename(kept)
-            except OSError:  # another process was faster
-                if not (kept / _FILE).is_file():
-                    raise
 
     @property
     def n_graphs(self) -> int:
@@ -348,6 +337,20 @@ def _digest_of(folder: Path) -> str:
         with one.open("rb") as file:
             made.update(hashlib.file_digest(file, "sha256").digest())
     return made.hexdigest()
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """Move an exported graph to where it is kept, replacing what does not fit."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=kept.parent))
+    shutil.copytree(made, fresh, dirs_exist_ok=True)
+    shutil.rmtree(kept, ignore_errors=True)
+    try:
+        fresh.rename(kept)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+        if not (kept / _FILE).is_file():
+            raise
 
 
 def _home() -> Path:

@@ -171,9 +171,15 @@ class Chooser:
 
 
 def score(ids: Tensor, logits: Tensor, n_top: int) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    """Yield `id`, `logprob` and `n_top` likeliest of the `Token`s of a prompt, int64 (T,), but the first.
+    """Yield `id`, `logprob` and `top` of the `Token`s of a prompt, int64 (T,), but the first.
 
-    Raises `RequestError` if its logits (T, V) are not finite.
+    Args:
+        ids: The prompt.
+        logits: The model's at each of its positions (T, V).
+        n_top: Number of likeliest tokens of each.
+
+    Raises:
+        RequestError: A log-probability is not a number.
     """
     for first in range(0, len(ids) - 1, _N_SCORED):
         next_ids = ids[first + 1 : first + 1 + _N_SCORED].tolist()

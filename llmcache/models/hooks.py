@@ -12,6 +12,7 @@ and hooks. Python and torch look these up on the module before its class.
 import copy
 import logging
 import sys
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +30,9 @@ from llmcache.models.tuners import is_activation
 
 logger = logging.getLogger("llmcache")
 
+ALREADY_WRAPPED = "this model is already wrapped: use the existing cache, or call its unwrap() first"
+#: Held while a trunk's forward is replaced.
+SWAPPING = threading.RLock()
 _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
 _MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
@@ -154,7 +158,10 @@ class Swap(_Override):
         # The module that torch.compile() returns takes any arguments.
         self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
-        module.forward = self
+        with SWAPPING:  # of two threads that wrap one model, one is refused
+            if self.is_of_trunk and any(swap.is_of_trunk for swap in _swaps_of(self._original)):
+                raise WrapError(ALREADY_WRAPPED)
+            module.forward = self
         shield(module)
 
     @property

@@ -166,6 +166,8 @@ class PCAEmbedding(MeanEmbedding):
 
     def project(self, features: Floats) -> Floats:
         """Return centred projections scaled to L2 norm 1, (B, dim)."""
+        if not self._learned:
+            raise RuntimeError("fit() comes first")
         return normalise(product(features - self._learned["centre"], self._learned["axes"]))
 
     def state(self) -> dict[str, Floats]:

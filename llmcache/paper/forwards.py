@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcache.errors import WrapError
 from llmcache.models.adapters import Adapter, Trunk, cache_name, repack, unpack
 from llmcache.models.arguments import select_rows
-from llmcache.models.hooks import Installed, Listener, Swap
+from llmcache.models.hooks import ALREADY_WRAPPED, SWAPPING, Installed, Listener, Swap, is_wrapped
 from llmcache.models.packing import Payload
 from llmcache.paper.call import OUT_OF_ORDER, WITHIN, Call, Reuse
 from llmcache.request.rows import Row
@@ -59,18 +60,24 @@ def install(trunk: Trunk, listener: Listener) -> Installed:
     """Swap the forwards of the trunk and of every layer; return the object that restores them.
 
     After an error, swaps already made are undone.
+
+    Raises:
+        WrapError: The trunk is already wrapped.
     """
     installed, swaps = Installed(), dict[nn.Module, LayerForward]()
-    try:
-        for number, module in enumerate(trunk.layers):
-            if module not in swaps:
-                swaps[module] = LayerForward(module, listener)
-                installed.add(swaps[module].remove)
-            swaps[module].numbers.append(number)
-        installed.add(TrunkForward(trunk.module, listener).remove)
-    except BaseException:
-        installed.remove()
-        raise
+    with SWAPPING:
+        if is_wrapped(trunk):  # meanwhile, by another thread
+            raise WrapError(ALREADY_WRAPPED)
+        try:
+            for number, module in enumerate(trunk.layers):
+                if module not in swaps:
+                    swaps[module] = LayerForward(module, listener)
+                    installed.add(swaps[module].remove)
+                swaps[module].numbers.append(number)
+            installed.add(TrunkForward(trunk.module, listener).remove)
+        except BaseException:
+            installed.remove()
+            raise
     return installed
 
 

@@ -1,5 +1,6 @@
 """The ASGI application of one server: routes, middleware, error handlers, lifespan."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -54,13 +55,17 @@ async def health(request: Request) -> JSONResponse:
 
 
 @contextmanager
-def repeated(work: Callable[[], object], every_s: float) -> Iterator[None]:
-    """Within this context, call `work`, which may block, every `every_s` seconds in a thread; log failures."""
+def repeated(work: Callable[[], object], every_s: float, first_s: float | None = None) -> Iterator[None]:
+    """Within this context, call `work`, which may block, every `every_s` seconds in a thread; log failures.
+
+    `first_s`: seconds until the first call, `every_s` by default. Leaving the context waits for a call under way.
+    """
     is_over = threading.Event()
 
     def repeat() -> None:
-        is_failing = False
-        while not is_over.wait(every_s):
+        is_failing, wait_s = False, every_s if first_s is None else first_s
+        while not is_over.wait(wait_s):
+            wait_s = every_s
             try:
                 work()
                 is_failing = False
@@ -68,11 +73,13 @@ def repeated(work: Callable[[], object], every_s: float) -> Iterator[None]:
                 logger.log(logging.DEBUG if is_failing else logging.WARNING, "a repeated job failed", exc_info=True)
                 is_failing = True
 
-    threading.Thread(target=repeat, name="llmcache-repeated", daemon=True).start()
+    thread = threading.Thread(target=repeat, name="llmcache-repeated", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
+        thread.join()
 
 
 def create_app(server: Server, names_requests: bool = True) -> FastAPI:
@@ -81,15 +88,15 @@ def create_app(server: Server, names_requests: bool = True) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await server.start()
-        sample()
         with ExitStack() as jobs:
-            jobs.enter_context(repeated(sample, EVERY_S))
+            jobs.enter_context(repeated(sample, EVERY_S, first_s=0.0))
             if keys is not None:
                 jobs.enter_context(repeated(keys.look, _KEYS_EVERY_S))
             if server.saves.is_saving and server.settings.save_every_s:
                 every_s = server.settings.save_every_s
                 jobs.enter_context(repeated(lambda: server.saves.try_to_save(server.cache), every_s))
             yield
+            await asyncio.to_thread(jobs.close)  # a save under way ends before the last one begins
         await server.stop()
 
     def sample() -> None:

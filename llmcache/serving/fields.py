@@ -25,11 +25,7 @@ class Fields:
         """Return the refusal of the i-th input with the input's name in its text."""
         if refusal.kind in _SERVER_KINDS:
             return refusal
-        if self.first is not None and i == 0:
-            name = f"`{self.first}`"
-        else:
-            name = f"`{self.name}[{i - (self.first is not None)}]`" if self.is_list else f"`{self.name}`"
-            name += "" if self.beside is None else f" with `{self.beside}`"
+        name = self._name(i)
         text = f"{refusal}: {name}" if refusal.kind == "backend" else f"{name} {refusal}"
         more = f"; shorten it, or {self.cut}" if refusal.kind == "too_long" else ""
         return Refusal(refusal.kind, text + more, param=self.name)
@@ -50,3 +46,9 @@ class Fields:
             except Refusal as refusal:
                 raise self.named(refusal, i) from None
         return made
+
+    def _name(self, i: int) -> str:
+        if self.first is not None and i == 0:
+            return f"`{self.first}`"
+        name = f"{self.name}[{i - (self.first is not None)}]" if self.is_list else self.name
+        return f"`{name}`" if self.beside is None else f"`{name}` with `{self.beside}`"

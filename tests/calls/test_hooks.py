@@ -1,12 +1,17 @@
 """Installing and removing: every module's `__dict__` is restored, whatever fails."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from llmcache import LLMCache, WrapError
+from llmcache.models import coupling
+from llmcache.models.coupling import find_coupling
 from tests.calls.helpers import X, rungs, wrapped
 from tests.contract.test_copies import attributes
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, states
@@ -41,6 +46,28 @@ def test_wrapping_twice_is_refused_and_an_old_cache_takes_no_new_one_off() -> No
         assert attributes(model) == before
         with pytest.raises(WrapError):
             LLMCache.wrap(model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.9}])
+def test_of_two_threads_that_wrap_a_model_one_is_refused(settings: Any) -> None:
+    model = build(BARE["bert"])
+    both_checked = threading.Barrier(2)
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        both_checked.wait(30)
+        return find_coupling(*args, **kwargs)
+
+    def wrap(_: int) -> Any:
+        try:
+            return LLMCache.wrap(model, **settings)
+        except WrapError as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(coupling, "find_coupling", wait)
+        made = sorted(pool.map(wrap, range(2)), key=lambda one: isinstance(one, str))
+    assert isinstance(made[0], LLMCache) and "already wrapped" in made[1]
+    made[0].unwrap()
 
 
 def test_a_hook_on_a_module_that_was_put_in_place_of_an_equal_one_is_run() -> None:

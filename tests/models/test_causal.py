@@ -9,7 +9,7 @@ from torch import nn
 
 from llmcache.models.adapters import Trunk, locate
 from llmcache.models.causal import Causal
-from llmcache.models.causal_trial import look_at
+from llmcache.models.causal_trial import MOST_OF_FORWARD, look_at
 from llmcache.models.rope import rotate
 from tests.tiny_models import BARE, DECODER, GENERATORS, STRANGE_GENERATORS, Make, build, llama, tokens
 
@@ -142,6 +142,20 @@ def test_a_trunk_that_does_not_heed_the_mask_packs_nothing_and_knows_no_padding(
 def test_nothing_is_cut_off_where_a_trial_shows_that_it_would_be_wrong(make: Make, told: str) -> None:
     found = look_at(locate(build(make)))
     assert not found.cuts and not found.packs and told in found.reason
+
+
+def test_a_forward_that_cannot_be_timed_costs_most_and_loses_nothing_else() -> None:
+    class Picky(tf.BloomModel):
+        """Refuses a single token without K/V."""
+
+        def forward(self, input_ids: Any, *args: Any, past_key_values: Any = None, **more: Any) -> Any:
+            if input_ids.shape[1] == 1 and past_key_values is not None and not past_key_values.get_seq_length():
+                raise ValueError("more tokens, please")
+            return super().forward(input_ids, *args, past_key_values=past_key_values, **more)
+
+    found = look_at(locate(build(lambda: Picky(tf.BloomConfig(**DECODER)))))
+    assert found.cuts and not found.packs and found.of_segment == MOST_OF_FORWARD
+    assert 0 <= look_at(locate(build(lambda: tf.BloomModel(tf.BloomConfig(**DECODER))))).of_segment <= MOST_OF_FORWARD
 
 
 def test_wrapping_a_decoder_that_allows_all_takes_six_forwards() -> None:

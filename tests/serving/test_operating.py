@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
 from html import unescape
 from pathlib import Path
@@ -331,6 +332,19 @@ def test_a_repeated_job_that_fails_is_tried_again_and_is_told_of_once(caplog: Lo
         assert is_done.wait(30)
     told = [one for one in caplog.records if one.getMessage() == "a repeated job failed"]
     assert len([one for one in told if one.levelno == logging.WARNING]) == 1
+
+
+def test_a_repeated_job_that_is_under_way_is_waited_for() -> None:
+    begun, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.05)
+        done.set()
+
+    with repeated(work, 1e6, first_s=0.0):
+        assert begun.wait(30)
+    assert done.is_set()
 
 
 def test_figures_are_written_with_their_unit() -> None:

@@ -42,7 +42,8 @@ class Shares:
         policy = self.policies[namespace]
         self._grow(namespace, -self._held[namespace].pop(key))
         if not self._held[namespace]:
-            del self.policies[namespace], self._held[namespace], self._largest[namespace]
+            del self.policies[namespace], self._held[namespace]
+            self._largest.discard(namespace)
         policy.on_remove(key)  # last: a user's policy may raise
 
     def victim(self, namespace: str, nbytes: int) -> str:
@@ -73,4 +74,5 @@ class Shares:
         return next(iter(held))
 
     def _grow(self, namespace: str, nbytes: int) -> None:
-        self._largest[namespace] = self._largest.get(namespace, (0.0, 0))[0] - nbytes, 0
+        held = self._largest[namespace][0] if namespace in self._largest else 0.0
+        self._largest[namespace] = held - nbytes, 0
