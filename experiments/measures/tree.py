@@ -17,7 +17,7 @@ from functools import partial
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -164,9 +164,8 @@ CASES: Mapping[str, Case] = {
 def run(experiment: TreeExperiment, folders: Folders) -> Outcome:
     model = build(find(experiment.model, folders.models), experiment.seed, experiment.device, head="token").model
     model.config.use_cache = True
-    embedder = _embedder(model)
     names = experiment.cases or tuple(CASES)
-    rows = [row for name in names for row in _rounds(experiment, model, embedder, name)]
+    rows = [row for name in names for row in _rounds(experiment, model, name)]
     summary = []
     for name in names:
         own = [row for row in rows if row["case"] == name]
@@ -197,12 +196,12 @@ def _embedder(model: Any) -> Any:
         return SentenceTransformer(modules=parts, device=str(model.device)).eval()
 
 
-def _rounds(experiment: TreeExperiment, model: Any, embedder: Any, name: str) -> Iterator[dict[str, Any]]:
+def _rounds(experiment: TreeExperiment, model: Any, name: str) -> Iterator[dict[str, Any]]:
+    asked = _embedder(model) if CASES[name] is _embedded else model
     for number in range(experiment.rounds):
         calls = CASES[name](Tokens(model.config.vocab_size, experiment.scale, experiment.seed + number))
         found: dict[bool, tuple[int, float, list[Tensor]]] = {}
         for is_cached in (False, True) if number % 2 == 0 else (True, False):
-            asked = embedder if calls[0].embeds else model
             found[is_cached] = _make(asked, calls, BANKS[experiment.kept_on] if is_cached else None)
         plain, cached = found[False], found[True]
         pairs = [(one.float(), other.float()) for one, other in zip(plain[2], cached[2], strict=True)]
@@ -223,35 +222,41 @@ def _rounds(experiment: TreeExperiment, model: Any, embedder: Any, name: str) ->
 def _make(model: Any, calls: Sequence[Call], kept_on: str | None) -> tuple[int, float, list[Tensor]]:
     """Make calls, with a cache on `kept_on` if that is given.
 
-    Return columns, seconds, and of each call the logits of each row's last token, the new ids, or the vectors.
+    Return columns, seconds, and `_answers` of each call.
     """
     answers, seconds = list[Tensor](), 0.0
     with columns_of(model) as columns, torch.inference_mode():
         # Wrapped once columns are counted: a layer's forward that is replaced later is an edit, and tried again.
         cache = None if kept_on is None else LLMCache.wrap(model, auto_bypass=False, device=kept_on)
         for call in calls:
-            if call.embeds:
-                texts = [" ".join(map(str, row)) for row in call.rows]
-                spent, made = _timed(Clock(model.device), partial(model.encode, texts, convert_to_tensor=True))
-                seconds += spent
-                answers.append(made)
-                continue
             inputs = {name: value.to(model.device) for name, value in _inputs(call).items()}
+            more = {**inputs, **(call.more or {})}
+            if call.embeds:
+                asked = partial(model.encode, [" ".join(map(str, row)) for row in call.rows], convert_to_tensor=True)
+            elif call.n_new:
+                asked = partial(model.generate, max_new_tokens=call.n_new, pad_token_id=0, **more)
+            else:
+                asked = partial(model, **more)
             torch.manual_seed(0)
-            asked = partial(model.generate, max_new_tokens=call.n_new, pad_token_id=0) if call.n_new else model
-            spent, made = _timed(Clock(model.device), partial(asked, **inputs, **(call.more or {})))
+            spent, made = _timed(Clock(model.device), asked)
             seconds += spent
-            if call.n_new:
-                answers.append(torch.nn.functional.one_hot(made, model.config.vocab_size))
-                continue
-            logits = made.logits
-            last = inputs["attention_mask"].shape[1] - 1 - inputs["attention_mask"].flip(1).argmax(1)
-            answers.append(logits[range(len(last)), last - (inputs["input_ids"].shape[1] - logits.shape[1])].clone())
+            answers.append(_answers(call, inputs["attention_mask"], made, model))
     if cache is not None:
         if cache.stats().errors:
             raise RuntimeError(f"the cache failed: {cache.stats().health}")
         cache.unwrap()
     return columns[0], seconds, answers
+
+
+def _answers(call: Call, mask: Tensor, made: Any, model: Any) -> Tensor:
+    """Return the logits of each row's last token, the new ids as one-hot rows, or the vectors."""
+    if call.embeds:
+        return cast(Tensor, made)
+    if call.n_new:
+        return torch.nn.functional.one_hot(made, model.config.vocab_size)
+    logits: Tensor = made.logits
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
+    return logits[range(len(last)), last - (mask.shape[1] - logits.shape[1])].clone()
 
 
 def _timed(clock: Clock, call: Callable[[], Made]) -> tuple[float, Made]:

@@ -112,8 +112,10 @@ class NeighbourChooser:
         self._sources, self._answers, self._gate = sources, answers, gate
         self._risk = Risk()
         #: What a calibration fits, by name in saves.
-        self.fitted: dict[str, Odds | Answers | ContentGate] = {}
-        self.fitted |= {"chooser.decision": self._risk.odds, "chooser.answers": answers}
+        self.fitted: dict[str, Odds | Answers | ContentGate] = {
+            "chooser.decision": self._risk.odds,
+            "chooser.answers": answers,
+        }
         if gate is not None:
             self.fitted["chooser.gate"] = gate
 
