@@ -2,6 +2,7 @@
 
 from llmcache import LLMCache
 from llmcache.engines.engine import Eager
+from llmcache.engines.onnx import OnnxGraph, Precision
 from llmcache.memory.bank import Bank
 from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.draft import Draft
@@ -24,6 +25,11 @@ def draft(cache: LLMCache) -> Draft:
     made = cache._core.learn().reuse.draft
     assert made is not None
     return made
+
+
+def graph(cache: LLMCache, precision: Precision) -> OnnxGraph:
+    """Make a graph of the trunk."""
+    return cache._core._make_onnx(precision)
 
 
 def eager(cache: LLMCache) -> Eager:

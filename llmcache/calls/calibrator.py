@@ -15,7 +15,7 @@ from torch import nn
 from llmcache.calls.call import CachedForward, Collecting
 from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig, DraftOptions
-from llmcache.engines.onnx import OnnxTrunk
+from llmcache.engines.onnx import OnnxGraph
 from llmcache.errors import CalibrationError, ConfigError, WrapError
 from llmcache.memory.bank import Bank
 from llmcache.memory.index import AutoIndex
@@ -27,7 +27,7 @@ from llmcache.models.packing import Payload
 from llmcache.models.twin import make_replicas, run_uncached
 from llmcache.models.weights import Weights
 from llmcache.request.rows import id_dtype
-from llmcache.reuse.answers import Answers, Embeddings, find_answers
+from llmcache.reuse.answers import Answers, Embeddings, find_answers, read_logits
 from llmcache.reuse.approximate import Approximate
 from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.audit.recompute import RecomputeQueue
@@ -44,7 +44,7 @@ from llmcache.reuse.calibration.training import CalibrationFitter
 from llmcache.reuse.content_gate import ContentGate
 from llmcache.reuse.decide import NeighbourChooser, Semantic
 from llmcache.reuse.draft import Draft
-from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model
+from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model, readers_of
 from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import SearchCost
@@ -67,9 +67,11 @@ class Calibrator:
         forward: CachedForward,
         installed: Installed,
         tier: Tier | None,
-        make_graph: Callable[[], OnnxTrunk],
+        make_graph: Callable[[str], OnnxGraph],
     ) -> None:
         """Install what a calibration needs. Nothing is reused approximately until the model is calibrated.
+
+        `make_graph` makes a draft's graph of the trunk; given the digest of the head, of the model.
 
         Raises:
             ConfigError: A setting or the model rules out a calibration.
@@ -96,11 +98,13 @@ class Calibrator:
         bank.watch(sources.remove)
         chooser = NeighbourChooser(sources, answers, _make_gate(trunk, config, wrapped.tokenizer))
         self._head = Weights(model, without=trunk.module)
+        #: Whether logits answer for the whole model.
+        self._is_plain = wrapped.read is read_logits and not (answers.reads_payload or takes_dict(model))
         semantic = Semantic(bank, sources, fingerprint, chooser, self._head, counters)
         draft = None
         if config.draft is not None:
             draft = self._make_draft(config.draft, answers, semantic, make_graph)
-        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, draft)
+        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, draft, self._is_plain)
         calibrated = CalibratedReuse(fitter, semantic, counters, config)
         self._observer = Observer(answers, wrapped.read, self._head, draft, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
@@ -193,7 +197,7 @@ class Calibrator:
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def _make_draft(
-        self, options: DraftOptions, answers: Answers, semantic: Semantic, make_graph: Callable[[], OnnxTrunk]
+        self, options: DraftOptions, answers: Answers, semantic: Semantic, make_graph: Callable[[str], OnnxGraph]
     ) -> Draft:
         wrapped, forward = self._wrapped, self._forward
         if isinstance(answers, Embeddings):
@@ -203,10 +207,10 @@ class Calibrator:
             answers,
             wrapped.read,
             forward.rows.packings,
-            semantic.serving,
+            semantic,
             make,
             wrapped.device,
-            forward.seen,
+            forward.model_call,
             wrapped.counters,
         )
         draft.refresh()
@@ -216,7 +220,7 @@ class Calibrator:
         self,
         other: nn.Module | None,
         answers: Answers,
-        make_graph: Callable[[], OnnxTrunk],
+        make_graph: Callable[[str], OnnxGraph],
         before: Drafter | None,
     ) -> Drafter:
         """Return what drafts with the present weights; a graph made before is kept if it is of these."""
@@ -224,11 +228,19 @@ class Calibrator:
         if other is not None:
             check_model(other, self._model, self._trunk, read)
             return ModelDrafter(other, self._model, self._trunk, self._forward.arguments)
-        graph = before.engine if isinstance(before, GraphDrafter) else None
-        if graph is None or not (graph.n_graphs and graph.is_of(self._weights.digest())):
-            graph = make_graph()
+        graph, head = before.engine if isinstance(before, GraphDrafter) else None, self._head.digest()
+        if graph is not None and (not graph.n_graphs or graph.twin.head not in ("", head)):
+            graph = None
+        if graph is None or not graph.is_of(self._weights.digest()):
+            try:
+                graph = make_graph(head if self._is_plain else "")
+            except Exception as error:  # an exporter may raise anything
+                if not self._is_plain:
+                    raise
+                logger.info("llmcache: the draft leaves the head to the model, which could not be exported: %s", error)
+                graph = make_graph("")
         kept = payload if answers.reads_payload else None
-        return GraphDrafter(self._model, self._trunk, read, kept, graph, self._head.digest())
+        return GraphDrafter(self._model, self._trunk, read, kept, graph, head)
 
     def _check_installed(self) -> None:
         if self._installed.is_empty:
@@ -264,7 +276,7 @@ class Calibrator:
         wrapped, graph = replace(self._wrapped, trunk=twin), self._forward.engine
         forward = CachedForward(wrapped, self._bank, twin_of=self._forward, engine=engine)
         forward.use(Collecting(self._observer))
-        if isinstance(graph, OnnxTrunk) and graph.n_graphs and graph.name == engine and not is_eager:
+        if isinstance(graph, OnnxGraph) and graph.n_graphs and graph.name == engine and not is_eager:
             forward.compute_by(graph)
         if not self._observer.answers.reads_payload:
             self._watch(replicas[self._model], twin, forward, is_kept=False)
@@ -281,7 +293,8 @@ class Calibrator:
         """
         if model is trunk.module:
             raise ConfigError("answer: a model without a head returns states and no answer: set answer='auto'")
-        swap = ModelForward(model, forward)
+        spared = [trunk.module, *readers_of(model, trunk)] if is_kept and self._is_plain else ()
+        swap = ModelForward(model, forward, spared)
         if is_kept:
             self._installed.add(swap.remove)
 

@@ -36,7 +36,7 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import count_rows, take_rows
-from llmcache.models.hooks import Distinct, Swap, are_hooked
+from llmcache.models.hooks import Answered, Distinct, Swap, are_hooked
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.sentences import Compute, deferred
@@ -146,7 +146,7 @@ class Rows(Path):
 
     def look_up(self, call: Call) -> None:
         """Ask each rung, safest first, for the rows without a hit."""
-        reuse, beside, n_coupled = self._forward.reuse, self._forward.beside.get(), call.is_coupled * len(call.rows)
+        reuse, beside, n_coupled = self._forward.reuse, self._beside, call.is_coupled * len(call.rows)
         is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
@@ -171,10 +171,15 @@ class Rows(Path):
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
         if n_coupled > 1:
             return True
-        if not (beside := self._forward.beside.get()):
+        if not (beside := self._beside):
             return False
         tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         return not all(any(map(is_, tensors, repeat(value))) for value in beside)
+
+    @property
+    def _beside(self) -> Sequence[Any]:
+        within = self._forward.model_call.get()
+        return () if within is None else within.beside
 
     def served(self, call: Call) -> Collection[int]:
         return call.hits.keys()
@@ -217,6 +222,9 @@ class Rows(Path):
         if packing is None:
             call.copied.clear()
             return self._compute(call, range(len(call.rows)))
+        for number, hit in call.hits.items():
+            if not hit.has_states:
+                hit.fields = packing.blank(call.rows[number].n_valid, self._device)
         if rest and not packing.fits(output, len(rest), ids.shape[1]):
             raise TypeError("the trunk returned another kind of output than before")
         places = call.computed | {number: call.computed[first] for number, first in call.copied.items()}
@@ -398,13 +406,18 @@ class CachedForward(Swap, ContextFlags):
                 if not self.look_up(call):
                     call = self.open(args, kwargs, is_collecting)
                     self.look_up(call)
-                output = self._pass(call) if isinstance(call, Bypass) else call.path.answer(call)
+                within = self.model_call.get()
+                is_answered, output = within is not None and within.is_answered_by(call), None
+                if not is_answered:
+                    output = self._pass(call) if isinstance(call, Bypass) else call.path.answer(call)
             except BaseException:
                 self.withdraw(call)
                 if not is_collecting:
                     self._local.last = ()
                 raise
             self.close(call, output)
+            if is_answered:
+                raise Answered
             if isinstance(call, Bypass) and call.reason == "decode":  # `last` keeps the outcome of the prefill
                 self._local.last = before
             return output
@@ -552,12 +565,12 @@ class CachedForward(Swap, ContextFlags):
 
     def _may_serve(self, known: Prepared, arguments: Mapping[str, Any], is_coupled: bool) -> bool:
         """Whether hits of a prepared call may serve this one: same calibration, sources serve, entries in the bank."""
-        hits, takes = known.hits.values(), self.seen.get() is not None
+        hits, takes = known.hits.values(), self.model_call.get() is not None
         if known.calibration is not None:
             needs_own = self.rows.needs_own(arguments, is_coupled * len(known.requests.rows))
             if needs_own or not self.reuse.is_current(known.when[0].weights, known.calibration, hits):
                 return False
-        return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.logits is None) for hit in hits)
+        return all((hit.rung != "exact" or hit.source in self._bank) and (takes or hit.has_states) for hit in hits)
 
     def _keep_kv(self, call: Call) -> str | None:
         """Have a call be served by blocks of K/V, or by copies of K/V caches; return a bypass reason, or None."""
@@ -611,8 +624,8 @@ class CachedForward(Swap, ContextFlags):
 
     def close(self, call: Call | Bypass, output: Any) -> None:
         """Store computed rows, update counters, record outcomes. If the rows cannot be stored, count a bypass."""
-        if (seen := self.seen.get()) is not None:
-            seen.append(call)
+        if (within := self.model_call.get()) is not None:
+            within.calls.append(call)
         if isinstance(call, Bypass):
             self._bypass(call)
             return

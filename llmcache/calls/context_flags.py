@@ -1,11 +1,10 @@
 """The context variables of one wrapped model's cache."""
 
 import os
-from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
 
 from llmcache.errors import NotCachedError
+from llmcache.models.hooks import ModelCall
 from llmcache.request.rows import DEFAULT_NAMESPACE
 from llmcache.reuse.call import Bypass, Call
 
@@ -21,10 +20,8 @@ class ContextFlags:
         self.namespace: ContextVar[str] = namespace or ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=is_off)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
-        #: Within the whole model's forward: closed trunk calls, to be observed with its output. Else None.
-        self.seen: ContextVar[list[Call | Bypass] | None] = ContextVar("llmcache_seen", default=None)
-        #: That forward's arguments that its trunk does not take by name: labels, say.
-        self.beside: ContextVar[Sequence[Any]] = ContextVar("llmcache_beside", default=())
+        #: Within the whole model's forward. Else None: the trunk is called alone.
+        self.model_call: ContextVar[ModelCall | None] = ContextVar("llmcache_model_call", default=None)
 
     def check_cached(self, call: Call | Bypass) -> None:
         """Within `only_if_cached`, raise `NotCachedError` if a call has a row without a hit, or bypasses the cache."""

@@ -19,8 +19,8 @@ from llmcache.calls.snapshots import Restoring
 from llmcache.calls.wrapped import Wrapped
 from llmcache.config import CacheConfig, PrefixOptions
 from llmcache.engines.compiled import CompiledTrunk, make_buckets
-from llmcache.engines.graphs import GraphEngine, GraphTwin
-from llmcache.engines.onnx import OnnxTrunk, Precision, engine_name, find_missing, is_faster
+from llmcache.engines.graphs import AnswerTwin, GraphEngine, GraphTwin
+from llmcache.engines.onnx import OnnxGraph, Precision, engine_name, find_missing, is_faster
 from llmcache.errors import ConfigError
 from llmcache.memory.bank import Bank
 from llmcache.memory.blocks.block_pool import BlockPool
@@ -170,12 +170,14 @@ class Core:
         forward.compute_by(self._graphs)
         self.reuse.check_engine(forward.engine.name)
 
-    def _make_twin(self) -> GraphTwin:
+    def _make_twin(self, head: str = "") -> GraphTwin:
+        """Return a twin of the trunk; given the digest of a head, of the model."""
         of = self.wrapped
-        return GraphTwin(of.trunk, of.weights, of.coupling, of.causality)
+        about = of.trunk, of.weights, of.coupling, of.causality
+        return AnswerTwin(of.model, *about, of.read, head) if head else GraphTwin(*about)
 
-    def _make_onnx(self, precision: Precision) -> OnnxTrunk:
-        return OnnxTrunk(self._make_twin(), self.forward.eager, self.wrapped.config.engine.folder, precision)
+    def _make_onnx(self, precision: Precision, head: str = "") -> OnnxGraph:
+        return OnnxGraph(self._make_twin(head), self.forward.eager, self.wrapped.config.engine.folder, precision)
 
     def stats(self) -> Stats:
         """Return counters since wrapping or `restart_stats`, and the present contents of the cache."""

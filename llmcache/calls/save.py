@@ -27,7 +27,7 @@ from llmcache.request.bypass import CURES
 from llmcache.support.folder import MANIFEST, is_data_name, locked, replace, sha256, why_untrusted
 from llmcache.support.version import __version__
 
-FORMAT = 14
+FORMAT = 15
 _META = "__meta__"  # the tensor that holds a section's JSON
 #: Settings that affect neither the stored data nor a calibration's bound.
 _FREE: Final = frozenset(("auto_bypass", "engine", "policy"))

@@ -8,16 +8,16 @@ Sizes: B rows, T tokens of a call; D hidden width.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache.engines.engine import Eager, Engine
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, device_of, vocabulary_size
-from llmcache.models.arguments import Arguments
+from llmcache.models.arguments import Arguments, names_of
 from llmcache.models.causal_trial import Causality
 from llmcache.models.coupling import Coupling
 from llmcache.models.model_config import setting
@@ -33,14 +33,21 @@ from llmcache.support.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
-STATES, TYPES = "last_hidden_state", "token_type_ids"
+STATES, TYPES, LOGITS = "last_hidden_state", "token_type_ids", "logits"
 #: Largest difference from the trunk's own output, as a share of its largest value: float32 or wider; narrower dtypes.
 TOLERANCE, TOLERANCE_OF_HALVES = 1e-4, 5e-2
 _GRAPH_ARGUMENTS = frozenset({"input_ids", "attention_mask", TYPES, "return_dict", "use_cache"})
 
 
 class GraphTwin:
-    """A copy of a trunk to make graphs of, which turns tensors of graphs into the trunk's output."""
+    """A copy of a trunk to make graphs of, which turns tensors of graphs into the trunk's output.
+
+    Attributes:
+        place: Path of the trunk in `module`; "" for `module` itself.
+        head: Digest of the weights outside the trunk that are part of the graphs; "" for none.
+    """
+
+    place = head = ""
 
     def __init__(self, trunk: Trunk, weights: Weights, coupling: Coupling, causality: Causality) -> None:
         """Make the copy; `ConfigError` with the reason if no graph can replace this trunk."""
@@ -104,6 +111,31 @@ class GraphTwin:
             if not bool(difference <= allowed * other.abs().max().clamp(min=1)):
                 n_rows, n_tokens = inputs["input_ids"].shape
                 raise ValueError(f"its {name} is {difference:.3g} off for {n_rows} rows of {n_tokens} tokens")
+
+
+class AnswerTwin(GraphTwin):
+    """A copy of a whole model, whose graphs return its logits (B, C) alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trunk: Trunk,
+        weights: Weights,
+        coupling: Coupling,
+        causality: Causality,
+        read: Callable[[Any], Tensor],
+        head: str,
+    ) -> None:
+        """Copy `model`, of whose weights outside the trunk `head` is the digest; `read` finds logits in its output."""
+        super().__init__(trunk, weights, coupling, causality)
+        self.place = next(name for name, part in model.named_modules() if part is trunk.module)
+        self.module, self.names, self.head, self._read = make_twin(model), (LOGITS,), head, read
+        names = names_of(self.module.forward)
+        self.takes_types &= names is None or TYPES in names
+        self._fixed = {"use_cache": False} if "use_cache" in Arguments(self.module.forward).names else {}
+
+    def run(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        return (self._read(self.module(**inputs, **self._fixed)),)
 
 
 def _find_obstacle(trunk: Trunk, weights: Weights, causality: Causality) -> str | None:
@@ -188,9 +220,9 @@ def find_reason(trunk: Trunk, arguments: Arguments, given: Mapping[str, Any]) ->
     mask, shape = given.get("attention_mask"), given["input_ids"].shape
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == shape):
         return "arguments"
-    known = _GRAPH_ARGUMENTS.union(trunk.more_outputs)
-    if not all(one in known or value is None or value is arguments.defaults.get(one) for one, value in given.items()):
-        return "arguments"
+    for one in given.keys() - _GRAPH_ARGUMENTS:
+        if not (one in trunk.more_outputs or given[one] is None or given[one] is arguments.defaults.get(one)):
+            return "arguments"
     return "torch_settings" if torch.is_autocast_enabled(given["input_ids"].device.type) else None
 
 

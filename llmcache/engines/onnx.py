@@ -1,4 +1,4 @@
-"""Runs the trunk by ONNX Runtime, on a graph that is exported once and kept in a folder.
+"""Runs the trunk, or the whole model, by ONNX Runtime, on a graph that is exported once and kept in a folder.
 
 The weights are part of the graph, so it is valid for one digest. A kept graph is compared with the model at each start.
 
@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import warnings
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -37,9 +38,10 @@ from llmcache.support.threads import forkable
 logger = logging.getLogger("llmcache")
 
 HOME = "LLMCACHE_HOME"  # environment variable: the folder of kept graphs; default: llmcache in the user's cache folder
-_FORMAT = 3  # of kept graphs; rises when the export changes
+_FORMAT = 4  # of kept graphs; rises when the export changes
 _OPSET, _OPSET_OF_ROPE = 23, 18  # 23 has attention as one operator, and a RoPE that takes one row only
 _FILE, _DIGEST = "model.onnx", "sha256"  # of a kept graph
+_SCOPES = "pkg.torch.onnx.name_scopes"  # of a node: paths of the modules that it computes for, outermost first
 Precision = Literal["float32", "int8"]
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 #: Rows and tokens of the calls on which a graph is compared with the model.
@@ -60,8 +62,8 @@ def engine_name() -> str:
     return f"onnxruntime {onnxruntime.__version__}"
 
 
-class OnnxTrunk(GraphEngine):
-    """The exported graph of one trunk. Thread-safe; a forked process opens the graph anew."""
+class OnnxGraph(GraphEngine):
+    """The exported graph of one trunk, or of a model. Thread-safe; a forked process opens the graph anew."""
 
     def __init__(
         self, twin: GraphTwin, eager: Eager, folder: Path | None = None, precision: Precision = "float32"
@@ -96,7 +98,7 @@ class OnnxTrunk(GraphEngine):
             with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
                 _export(twin, Path(made) / _FILE)
                 if precision == "int8":
-                    _quantise(Path(made))
+                    _quantise(Path(made), twin.place)
                 (Path(made) / _DIGEST).write_text(_digest_of(Path(made)))
                 _keep(Path(made), kept)
             self._sessions.clear()
@@ -173,7 +175,7 @@ class OnnxTrunk(GraphEngine):
         # Of the modules: ONNX Runtime comes in distributions of several names.
         made_by = [import_module(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")]
         precision = [self._precision, *made_by, _has_vnni()] if self._precision == "int8" else []
-        facts = [_FORMAT, twin.digest, twin.attention, twin.names, twin.takes_types, versions, *precision]
+        facts = [_FORMAT, twin.digest, twin.head, twin.attention, twin.names, twin.takes_types, versions, *precision]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
     def _is_fit(self) -> bool:
@@ -216,7 +218,7 @@ def calls_to_compare(twin: GraphTwin) -> list[dict[str, Tensor]]:
     return calls
 
 
-def is_faster(engine: OnnxTrunk) -> bool:
+def is_faster(engine: OnnxGraph) -> bool:
     """Whether the graph takes less time than the model on one row of 32 tokens: medians of calls in turns."""
     given = engine.twin.inputs(*_TIMED)
     took: tuple[list[float], list[float]] = ([], [])
@@ -289,11 +291,13 @@ def untransposed(graph: Any) -> Any:
     return rewrite(graph, [pattern.RewriteRule(apart, together, is_known)])
 
 
-def _quantise(folder: Path) -> None:
-    """Replace a float32 graph by one with int8 products."""
+def _quantise(folder: Path, trunk: str) -> None:
+    """Replace a float32 graph by one whose products in the trunk, at this path of the module, are int8."""
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    made = folder / f"int8-{_FILE}"
+    made, graph = folder / f"int8-{_FILE}", onnx.load(folder / _FILE, load_external_data=False).graph
+    head = [one for one in graph.node if not _is_within(one, f"module.{trunk}".rstrip("."))]
     with _quiet(None):  # the root logger is told to advise a step for graphs of images
         quantize_dynamic(
             folder / _FILE,
@@ -303,12 +307,20 @@ def _quantise(folder: Path) -> None:
             reduce_range=not _has_vnni(),
             weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm", "Gather"],  # not attention: its int8 operator is another
+            # A head has few products, and margins are read from what they return.
+            nodes_to_exclude=[name for one in head for name in (one.name, f"{one.name}_MatMul")],  # of a Gemm
             use_external_data_format=(folder / f"{_FILE}.data").is_file(),
         )
     for one in folder.iterdir():
         if not one.name.startswith("int8-"):
             one.unlink()
     made.rename(folder / _FILE)
+
+
+def _is_within(node: Any, path: str) -> bool:
+    """Whether a node computes for the module at this path; also if its graph does not tell for which it does."""
+    scopes = next((one.value for one in node.metadata_props if one.key == _SCOPES), None)
+    return scopes is None or path in literal_eval(scopes)
 
 
 def _has_vnni() -> bool:

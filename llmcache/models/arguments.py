@@ -50,6 +50,8 @@ def takes_tokens(model: nn.Module) -> bool:
 
 def take_row(value: Tensor, number: int, end: int) -> Tensor:
     """Return a row's part (1, end) of an argument (B, T), or of one (1, T) that all rows share; a view."""
+    if value.shape == (1, end):
+        return value
     return value[number if len(value) > 1 else 0][None, :end]
 
 

@@ -17,8 +17,10 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
@@ -26,6 +28,8 @@ from torch.nn.modules import module as _every_module
 from llmcache.errors import WrapError
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments, takes_dict
+from llmcache.models.packing import make_output
+from llmcache.models.packing import parts_of as fields_of
 from llmcache.models.tuners import is_activation
 
 logger = logging.getLogger("llmcache")
@@ -35,6 +39,8 @@ ALREADY_WRAPPED = "this model is already wrapped: use the existing cache, or cal
 SWAPPING = threading.RLock()
 _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
+_TOKENS = {"input_ids", "attention_mask", "token_type_ids"}
+_NOTED = {bool, int, float, str}
 _MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
 
 
@@ -293,34 +299,84 @@ class HeadSwap(Swap):
             self._equal.set(None)
 
 
+class Answered(BaseException):
+    """Leaves the model's forward from its trunk, since logits are known for all rows. Never leaves `ModelForward`."""
+
+
+class Form(NamedTuple):
+    """The form of a model's output that has logits (B, C) alone."""
+
+    head: str  # digest of the weights outside the trunk
+    call: tuple[Any, ...]  # `kind` of the trunk's call
+    kind: type  # class of the output
+    name: Any  # of the logits, in a `ModelOutput`
+    logits: Tensor  # (0, C): their dtype and device
+
+    def fill(self, rows: Sequence[Any]) -> Any:
+        """Return an output of this form with logits (C,) of B rows, in a new tensor."""
+        logits = torch.from_numpy(np.array(rows)).to(self.logits)
+        if self.kind is Tensor:
+            return logits
+        return self.kind((logits,)) if self.kind in (tuple, list) else make_output(self.kind, {self.name: logits})
+
+
+@dataclass(slots=True)
+class ModelCall:
+    """One call of the whole model."""
+
+    beside: Sequence[Any]  # its arguments that the trunk does not take by name: labels, say
+    is_as_learned: bool  # whether numbers and strings of its head are as in the latest calibration
+    form: Form | None  # of its output, if no part of it need run where logits are known; else None
+    calls: list[Any] = field(default_factory=list)  # of the trunk, closed
+
+    def is_answered_by(self, call: Any) -> bool:
+        """Whether the output can be made of the logits that a call of the trunk found."""
+        form = self.form
+        if form is None or self.calls or not call.has_logits or call.calibration is None:
+            return False
+        return bool(call.kind == form.call and call.calibration.head == form.head)
+
+
 class ModelForward(Swap):
-    """Replaces the whole model's forward: puts a draft's logits into its output, and shows that to the observer."""
+    """Replaces the whole model's forward: answers by logits where all are known, and shows outputs to the observer.
+
+    Logits of a draft are put into the model's output if another row of the call is computed.
+    """
 
     listener: Any  # the cached forward of the model's trunk
 
-    def __init__(self, model: nn.Module, listener: Any) -> None:
+    def __init__(self, model: nn.Module, listener: Any, spared: Sequence[nn.Module] = ()) -> None:
+        """Replace the forward; `spared`: trunk and head, if they need not run where logits are known."""
         super().__init__(model, listener)
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
+        self._spared: Sequence[nn.Module] = () if self.had_own_forward else spared
+        self._form: Form | None = None  # of the latest plain call
+        self._learned: list[Any] | None = None  # `_values()` in the latest calibration
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.listener
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        calls: list[Any] = []
-        beside = self._beside(args, kwargs)
-        tokens, is_whole = (forward.seen.set(calls), forward.beside.set(beside)), False
+        values = self._values()
+        is_as_learned = self._learned is None or self._learned == values
+        is_plain = is_as_learned and not (args or kwargs.keys() - _TOKENS) and self._are_spared()
+        within = ModelCall(self._beside(args, kwargs), is_as_learned, self._form if is_plain else None)
+        calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
         try:
             output = self.original(*args, **kwargs)
             is_whole = forward.reuse.join(calls, output)
+        except Answered:
+            (call,), is_whole = calls, True
+            assert within.form is not None
+            return within.form.fill([call.hits[row.number].logits for row in call.rows])
         except BaseException as error:
             if not (isinstance(error, Exception) and forward.reuse.has_part_in(calls)):
                 raise
             failure = error
         finally:
-            forward.seen.reset(tokens[0])
-            forward.beside.reset(tokens[1])
+            forward.model_call.reset(token)
             for call in () if is_whole else calls:
                 forward.withdraw(call)
         if not is_whole:
@@ -329,9 +385,25 @@ class ModelForward(Swap):
                 forward.reuse.fail(failure)  # of the placeholders: without them the head does not raise
             return output
         # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
-        if len(calls) == 1 and calls[0].entries and not (beside and isinstance(output, tuple)):
-            forward.reuse.observe(calls[0], output)
+        if len(calls) == 1:
+            if calls[0].is_collected:
+                self._learned = values
+            elif is_plain and calls[0].calibration is not None:
+                self._form, self._learned = _form_of(calls[0], output), values
+            if calls[0].entries and not (beside and isinstance(output, tuple)):
+                forward.reuse.observe(calls[0], output)
         return output
+
+    def _are_spared(self) -> bool:
+        """Whether nothing would be missed if trunk and head did not run: no hook, no foreign forward."""
+        spared = self._spared
+        is_own = all(isinstance(vars(one).get("forward", self), Swap) for one in spared)
+        return bool(spared) and is_own and not are_hooked(spared)
+
+    def _values(self) -> list[Any]:
+        """Return the numbers and strings of the head, which its digest leaves out: some heads keep notes there."""
+        parts = (self.module, *self._spared[1:])
+        return [value for one in parts for value in vars(one).values() if type(value) in _NOTED]
 
     def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return the arguments that the trunk does not take by name, except None and False."""
@@ -339,6 +411,15 @@ class ModelForward(Swap):
             return ()
         given = self.arguments.bind(args, kwargs).items()
         return [one for name, one in given if name not in self._of_trunk and one is not None and one is not False]
+
+
+def _form_of(call: Any, output: Any) -> Form | None:
+    """Return the form of an output of a calibrated call; None if it has more than logits (B, C)."""
+    parts = fields_of(output)
+    (name, logits), *others = parts.items() if parts else ((None, None),)
+    if others or not (isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point()):
+        return None
+    return Form(call.calibration.head, call.kind, type(output), name, logits.new_empty((0, logits.shape[1])))
 
 
 class _OutputHook:

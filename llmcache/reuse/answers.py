@@ -10,16 +10,16 @@ Sizes: N requests, n answers, B rows, C logits, S width of a signature.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import log
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from llmcache.errors import ConfigError
 from llmcache.models.heads import Head
-from llmcache.support.arrays import Bools, Floats
+from llmcache.support.arrays import Bools, Floats, normalise
 
 _SHARE_OF_RANGE = 0.05  # by which two equal scores may differ
 
@@ -31,8 +31,8 @@ class Answers(ABC):
     reads_payload = False  # signatures are made from the payload of an entry, not from the model's output
 
     @abstractmethod
-    def sign(self, output: Tensor) -> Tensor:
-        """Return signatures, float32 (B, S), from the model's output for B rows, or from their payloads."""
+    def sign(self, outputs: Floats) -> Floats:
+        """Return signatures (B, S) from the model's output for B rows (B, C), or from their payloads."""
 
     def learn(self, signatures: Floats) -> None:
         """Learn from signatures (N, S) of the first requests."""
@@ -56,8 +56,8 @@ class Answers(ABC):
         """
 
     @abstractmethod
-    def margins(self, output: Floats) -> Floats:
-        """Return how sure outputs (N, C) are of their answers: features (N, F) from which a draft's risk is learned."""
+    def margins(self, output: Floats) -> Sequence[float]:
+        """Return how sure an output (C,) is of its answer: features (F,) from which a draft's risk is learned."""
 
 
 class Classes(Answers):
@@ -65,8 +65,9 @@ class Classes(Answers):
 
     name = "class"
 
-    def sign(self, output: Tensor) -> Tensor:
-        return output.argmax(dim=-1, keepdim=True).float()
+    def sign(self, outputs: Floats) -> Floats:
+        classes: Floats = outputs.argmax(axis=-1, keepdims=True).astype(np.float32)
+        return classes
 
     def agree(self, one: Floats, other: Floats) -> Bools:
         same: Bools = one[..., 0] == other[..., 0]
@@ -80,12 +81,11 @@ class Classes(Answers):
         margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
         return margin
 
-    def margins(self, output: Floats) -> Floats:
+    def margins(self, output: Floats) -> Sequence[float]:
         """Return the lead over the second class, its logarithm, and the log-odds of the first."""
-        ordered = np.sort(output, axis=1)
-        behind = ordered[:, :-1] - ordered[:, -1:]  # (N, C - 1); at most 0
-        odds = -np.log(np.add.reduce(np.exp(behind), axis=1) + 1e-6)
-        return np.concatenate([_with_log(-behind[:, -1]), odds[:, None]], axis=1)
+        second, first = np.partition(output, -2)[-2:].tolist()
+        others = float(np.add.reduce(np.exp(output - np.float32(first)), dtype=np.float64)) - 1
+        return *_with_log(first - second), -log(max(others, 0.0) + 1e-6)
 
 
 class Labels(Answers):
@@ -93,8 +93,8 @@ class Labels(Answers):
 
     name = "labels"
 
-    def sign(self, output: Tensor) -> Tensor:
-        return (output > 0).float()
+    def sign(self, outputs: Floats) -> Floats:
+        return (outputs > 0).astype(np.float32)
 
     def agree(self, one: Floats, other: Floats) -> Bools:
         same: Bools = (one == other).all(axis=-1)
@@ -105,9 +105,9 @@ class Labels(Answers):
         least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
         return least
 
-    def margins(self, output: Floats) -> Floats:
+    def margins(self, output: Floats) -> Sequence[float]:
         """Return the least distance of a logit from 0, and its logarithm."""
-        return _with_log(np.abs(output).min(axis=1))
+        return _with_log(float(np.abs(output).min()))
 
 
 class Scores(Answers):
@@ -118,8 +118,8 @@ class Scores(Answers):
     def __init__(self) -> None:
         self._most: Floats = np.zeros(1, np.float32)
 
-    def sign(self, output: Tensor) -> Tensor:
-        return output.float().reshape(len(output), -1)
+    def sign(self, outputs: Floats) -> Floats:
+        return outputs.reshape(len(outputs), -1)
 
     def learn(self, signatures: Floats) -> None:
         """Measure the range of the scores."""
@@ -140,9 +140,10 @@ class Scores(Answers):
         nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
         return nearness
 
-    def margins(self, output: Floats) -> Floats:
+    def margins(self, output: Floats) -> Sequence[float]:
         """Return the scores: how far off a draft is may depend on where it is."""
-        return output
+        scores: list[float] = output.tolist()
+        return scores
 
 
 class Embeddings(Answers):
@@ -152,8 +153,8 @@ class Embeddings(Answers):
     reads_payload = True
     least = 0.98
 
-    def sign(self, output: Tensor) -> Tensor:
-        return torch.nn.functional.normalize(output.float(), dim=-1)
+    def sign(self, outputs: Floats) -> Floats:
+        return normalise(outputs)
 
     def agree(self, one: Floats, other: Floats) -> Bools:
         same: Bools = np.einsum("...s,...s->...", one, other) >= self.least
@@ -163,14 +164,13 @@ class Embeddings(Answers):
         """Return the cosine."""
         return signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
 
-    def margins(self, output: Floats) -> Floats:
-        """Return zeros (N, 1): a vector does not tell how far off it is."""
-        return np.zeros((len(output), 1), np.float32)
+    def margins(self, output: Floats) -> Sequence[float]:
+        """Return 0: a vector does not tell how far off it is."""
+        return (0.0,)
 
 
-def _with_log(lead: Floats) -> Floats:
-    """Return leads (N,) and their logarithms (N, 2)."""
-    return np.concatenate([lead[:, None], np.log(lead + 1e-2)[:, None]], axis=1)
+def _with_log(lead: float) -> tuple[float, float]:
+    return lead, log(lead + 1e-2)
 
 
 ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}

@@ -38,7 +38,8 @@ class Hit:
     answer: Floats | None = None  # signature (S,) of its answer; approximate hits only
     share: float = 1.0  # its risk divided by the limit, 0 to 1
     risk: float | None = None  # approximate hits only
-    logits: Floats | None = None  # of another model (C,), to be put into the model's output; `fields` are NaN then
+    logits: Floats | None = None  # (C,) of the model's output; None: its head must run
+    has_states: bool = True  # else `fields` are empty, and `logits` are put into the model's output
 
 
 @dataclass(slots=True)
@@ -92,6 +93,12 @@ class Call:
     computing_s: float = 0.0
     storing_s: float = 0.0
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether logits are known for every row, so that nothing of the model need run."""
+        hits = self.hits
+        return len(hits) == len(self.rows) and all(hit.logits is not None for hit in hits.values())
+
     def without_arguments(self) -> "Call":
         """Return it without what keeps the caller's tensors and K/V cache alive; it cannot be answered any more."""
         return replace(self, args=(), kwargs={}, arguments={}, mask_4d=None, plan=None, output=None)
@@ -116,6 +123,8 @@ class Bypass:
     parameters: Arguments  # of the forward that was called
     is_collected: bool = False
     hits: ClassVar[Mapping[int, Hit]] = {}
+    calibration: ClassVar[None] = None
+    has_logits: ClassVar[bool] = False
     entries: ClassVar[Mapping[int, Entry]] = {}
 
 

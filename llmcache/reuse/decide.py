@@ -231,11 +231,9 @@ class Semantic:
                 continue
             call.choices[row.number] = choice
             if choice.risk <= limit and choice.source is not None:
-                entry = choice.source.entry
-                share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
-                call.hits[row.number] = Hit(
-                    self.name, entry.key, entry.fields, (), choice.similarity, choice.source.answer, share, choice.risk
-                )
+                source, share = choice.source, min(1.0, choice.risk / limit) if limit > 0 else 1.0
+                entry, about = source.entry, (source.answer, share, choice.risk, source.logits)
+                call.hits[row.number] = Hit(self.name, entry.key, entry.fields, (), choice.similarity, *about)
                 used.append(entry.key)
         self.bank.used(used)
 

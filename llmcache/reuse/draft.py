@@ -1,10 +1,11 @@
 """The rung `draft`: a cheaper answer is served where its own margin makes another answer unlikely. Approximate.
 
-Of an int8 copy of the trunk, the states take the place of the trunk's, and the model's own head reads them. Another
-model has states of its own, so its logits are put into the model's output (`ModelForward`). How likely the model's
-answer differs is a logistic regression on the margins of the draft's answer, fitted by a calibration, which also
-decides whether the draft pays and chooses its limit (`calibration.py`). An embedding has no margin: all its drafts have
-one risk, so they serve all requests or none. Nothing of a draft enters the bank.
+The logits of an int8 copy of the model, or of another model, are put into the model's output (`ModelForward`), which
+does not run if all rows have some. Where the head is not copied, the states of an int8 copy of the trunk take the place
+of the trunk's, and the model's own head reads them. How likely the model's answer differs is a logistic regression on
+the margins of the draft's answer, fitted by a calibration, which also decides whether the draft pays and chooses its
+limit (`calibration.py`). An embedding has no margin: all its drafts have one risk, so they serve all requests or none.
+Nothing of a draft enters the bank.
 
 Sizes: N requests, F features, C outputs, S width of a signature.
 """
@@ -14,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from math import inf
+from math import inf, isfinite
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,14 +23,15 @@ import numpy as np
 import torch
 
 from llmcache.models.arguments import DECIDING, take_row
+from llmcache.models.hooks import ModelCall
 from llmcache.models.output_formats import OutputFormats
-from llmcache.models.packing import Packing, parts_of
+from llmcache.models.packing import Fields, Packing, parts_of
 from llmcache.request.counters import Counters
 from llmcache.request.rows import Row
 from llmcache.reuse.answers import Answers, Reading
-from llmcache.reuse.calibration.calibration import DRAFT, SEMANTIC, Calibration
+from llmcache.reuse.calibration.calibration import DRAFT, SEMANTIC
 from llmcache.reuse.call import Bypass, Call, Hit
-from llmcache.reuse.decide import Odds
+from llmcache.reuse.decide import Odds, Semantic
 from llmcache.reuse.drafters import Drafter
 from llmcache.reuse.sources import Choice
 from llmcache.support.arrays import Doubles, Floats
@@ -61,10 +63,10 @@ class Draft:
         answers: Answers,
         read: Reading,
         packings: OutputFormats[Packing],
-        serving: "Callable[[str], Calibration | None]",
+        semantic: Semantic,
         make: Callable[[Drafter | None], Drafter],
         device: torch.device,
-        seen: ContextVar[list[Call | Bypass] | None],
+        model_call: ContextVar[ModelCall | None],
         counters: Counters,
     ) -> None:
         """Begin without a drafter: call `refresh`.
@@ -72,14 +74,14 @@ class Draft:
         Args:
             read: Reads the logits from the model's output.
             packings: How to store the trunk's output, by kind of call.
-            serving: `digest of the trunk's weights -> calibration that serves them`, or None.
+            semantic: Knows the calibration in force.
             make: Makes the drafter for the present weights; takes the previous one.
             device: Where entries are kept.
-            seen: Not None within the whole model's forward, whose output takes logits, see `join`.
+            model_call: Set within the whole model's forward, whose output takes logits, see `join`.
         """
         self._answers, self._read, self._packings = answers, read, packings
-        self._serving, self._make, self._device = serving, make, device
-        self._seen, self._counters = seen, counters
+        self._semantic, self._make, self._device = semantic, make, device
+        self._model_call, self._counters = model_call, counters
         self.odds = Odds()  # that its answer is another than the model's
         self._lock = forkable(threading.Lock(), is_waited_for=False)
         self._recent: OrderedDict[str, Proposal] = OrderedDict()  # by key of the row
@@ -127,8 +129,8 @@ class Draft:
         known = [(output, answer) for output, answer in zip(outputs, answers, strict=True) if output is not None]
         if known:
             drafts, own = (np.stack(part) for part in zip(*known, strict=True))
-            changed = ~self._answers.agree(self.sign(drafts), own)
-            self.odds.fit(self._answers.margins(drafts).tolist(), changed.tolist())
+            changed = ~self._answers.agree(self._answers.sign(drafts), own)
+            self.odds.fit(list(map(self._answers.margins, drafts)), changed.tolist())
 
     def risks(self, outputs: Sequence[Floats | None]) -> Doubles:
         """Return how likely each answer differs from the model's (N,); infinite where the draft does not apply."""
@@ -139,10 +141,6 @@ class Draft:
         risk = self._risk(output)
         return Choice(None, None, risk, risk)
 
-    def sign(self, outputs: Floats) -> Floats:
-        """Return the signatures (N, S) of outputs (N, C)."""
-        return self._answers.sign(torch.from_numpy(outputs)).numpy()
-
     # -- serving -------------------------------------------------------------------------------------------------------
 
     def look_up(self, call: Call, rows: Sequence[Row]) -> None:
@@ -151,7 +149,7 @@ class Draft:
         The bound was not calibrated for some rows, which are left to the model: rows that were not searched, and rows
         whose source would serve if it were not quarantined.
         """
-        calibration = call.calibration or self._serving(call.scope.weights)
+        calibration = call.calibration or self._semantic.serving(call.scope.weights)
         packing, drafter = self._packings.get(call.kind), self.drafter
         limit = None if calibration is None else calibration.limits.get(self.name)
         if (
@@ -162,7 +160,8 @@ class Draft:
             or calibration.draft != drafter.name
         ):
             return
-        if not drafter.makes_states and self._seen.get() is None:  # the trunk is called alone
+        within = self._model_call.get()  # None: the trunk is called alone
+        if not drafter.makes_states and (within is None or (drafter.head and not within.is_as_learned)):
             return
         if drafter.head not in ("", calibration.head):
             return
@@ -176,28 +175,30 @@ class Draft:
             elif choice.risk_unquarantined <= calibration.limits[SEMANTIC]:  # its source is quarantined
                 continue
             if (proposal := self._propose(call, row)) is not None and proposal.by == calibration.draft:
-                found[row.number] = proposal, self.choice(proposal.output)
-        if self._serving(call.scope.weights) is not calibration:
+                found[row.number] = proposal
+        if self._semantic.calibration is not calibration:
             return
         call.calibration = calibration
-        for number, (proposal, choice) in found.items():
-            call.choices.setdefault(number, choice)
-            call.forecasts.setdefault(number, proposal.output)
-            if choice.risk > limit:
+        for number, proposal in found.items():
+            risk = self._risk(proposal.output)
+            if number not in call.choices:
+                call.choices[number] = Choice(None, None, risk, risk)
+                call.forecasts[number] = proposal.output
+            if risk > limit:
                 continue
-            row, states = call.rows[number], drafter.states(proposal.raw, call.arguments)
-            if states is None:
-                fields, logits = packing.blank(row.n_valid, self._device), proposal.output
-            elif packing.fits(states, 1, row.n_valid):
-                fields, logits = packing.take(states, 0, row.valid, False, self._device)[0], None
-            else:
-                continue
-            share = min(1.0, choice.risk / limit) if limit > 0 else 1.0
-            call.hits[number] = Hit(self.name, "", fields, (), None, proposal.answer, share, choice.risk, logits)
+            fields: Fields = ()
+            if drafter.makes_states:
+                row, states = call.rows[number], drafter.states(proposal.raw, call.arguments)
+                if not packing.fits(states, 1, row.n_valid):
+                    continue
+                fields = packing.take(states, 0, row.valid, False, self._device)[0]
+            share = min(1.0, risk / limit) if limit > 0 else 1.0
+            about = proposal.answer, share, risk, None if fields else proposal.output, bool(fields)
+            call.hits[number] = Hit(self.name, "", fields, (), None, *about)
 
     def has_part_in(self, calls: Sequence[Call | Bypass]) -> bool:
         """Whether logits of the draft belong into the output of a forward with these trunk calls."""
-        return any(hit.logits is not None for call in calls for hit in call.hits.values())
+        return any(not hit.has_states for call in calls for hit in call.hits.values())
 
     def join(self, calls: Sequence[Call | Bypass], output: Any) -> bool:
         """Put the draft's logits into the output of the model's forward; return False if that is impossible.
@@ -214,7 +215,7 @@ class Draft:
             if len(parts_of(output)) > 1 or len(logits) != len(call.rows):
                 raise TypeError(f"the model returns more than a row of logits for each request: {type(output)}")
             for number, hit in call.hits.items():
-                if hit.logits is not None:
+                if not hit.has_states:
                     logits[number] = torch.from_numpy(hit.logits).to(logits)
         if tried.has_failed:
             self.close()  # else each such call runs twice
@@ -244,9 +245,9 @@ class Draft:
             drafter.close()
             self._counters.error("run the draft, which is not used again before a calibration", error)
             return None
-        if not np.isfinite(output).all():
+        if not isfinite(np.add.reduce(output)):
             return None
-        proposal = Proposal(raw, output, self.sign(output[None])[0], by, perf_counter() - started)
+        proposal = Proposal(raw, output, self._answers.sign(output[None])[0], by, perf_counter() - started)
         recent = self._recent
         recent[row.key] = proposal
         if len(recent) > _MOST_RECENT:
@@ -255,4 +256,4 @@ class Draft:
         return proposal
 
     def _risk(self, output: Floats) -> float:
-        return self.odds.chance(self._answers.margins(output[None])[0].tolist())
+        return self.odds.chance(self._answers.margins(output))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.engines.graphs import find_reason
-from llmcache.engines.onnx import OnnxTrunk
+from llmcache.engines.onnx import OnnxGraph
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.adapters import Trunk, device_of, locate
 from llmcache.models.arguments import Arguments, names_of, takes_dict
@@ -62,14 +62,15 @@ class Drafter(Protocol):
 
 
 class GraphDrafter:
-    """An int8 graph of the trunk, whose states the model's own head reads; or, for an embedding, the payload."""
+    """An int8 graph: of the model, which returns logits; or of the trunk, whose states the model's own head reads.
 
-    makes_states = True
+    Of an embedding, the payload of these states is the answer.
+    """
 
     def __init__(
-        self, model: nn.Module, trunk: Trunk, read: Reading, payload: Payload | None, engine: OnnxTrunk, head: str
+        self, model: nn.Module, trunk: Trunk, read: Reading, payload: Payload | None, engine: OnnxGraph, head: str
     ) -> None:
-        """Take the head's present tensors, and answer a row on trial.
+        """Take the head's present tensors unless the graph has them, and answer a row on trial.
 
         `payload` chooses the row that is the answer; None: the logits are, as `read` finds them in the model's output.
         `head` is the digest of the weights outside the trunk.
@@ -78,7 +79,8 @@ class GraphDrafter:
             Exception: The head takes more than tokens, mixes rows, or cannot be copied.
         """
         self.engine, self._read, self._payload = engine, read, payload
-        self.states, self.close = engine.twin.pack, engine.close
+        self.close = engine.close
+        self.makes_states = not engine.twin.head
         self.head = head if payload is None else ""
         self._given = threading.local()  # the trunk's output that the head reads
         self._head: nn.Module = nn.Identity()
@@ -89,7 +91,8 @@ class GraphDrafter:
                 mixes_rows = _mixes_rows(model, trunk, read)
             if mixes_rows:
                 raise ValueError("the head of the wrapped model mixes the rows of a call")
-            self._readers = _readers_of(model, trunk)
+            self._readers = readers_of(model, trunk)
+        if payload is None and self.makes_states:
             replicas = make_replicas(model)
             replicas[trunk.module].forward = lambda *args, **kwargs: self._given.states
             self._head = replicas[model]
@@ -105,15 +108,22 @@ class GraphDrafter:
         engine = self.engine
         if are_hooked(self._readers):
             return False
+        if isinstance(call.engine, OnnxGraph):  # it takes what the draft takes
+            return engine.is_of(call.scope.weights)
         return engine.choose(call.args, call.kwargs, call.scope.weights, call.path.keeps_kv) is engine
 
     def run(self, inputs: Mapping[str, Tensor]) -> tuple[Any, Floats]:
         made = self.engine.compute(inputs)
+        if not self.makes_states:
+            return None, _to_host(made[0][0])
         if self._payload is not None:
             kept = self._payload.take(made[0][0], slice(0, inputs["input_ids"].shape[1]))
             return made, _to_host(kept.float().mean(dim=0))
         self._given.states = self.engine.twin.pack(made, {})
         return made, _to_host(self._read(_run(self._head, self._takes_dict, self._names, inputs))[0])
+
+    def states(self, made: Any, arguments: Mapping[str, Any]) -> Any:
+        return self.engine.twin.pack(made, arguments) if self.makes_states else None
 
 
 class ModelDrafter:
@@ -132,7 +142,7 @@ class ModelDrafter:
         self._weights, self._longest, self._is_open = Weights(draft), _longest(draft), True
         #: Hooks of the wrapped model's parts would see the placeholders of drafted rows; those of the draft's have no
         #: part in its name.
-        self._readers = [*_readers_of(model, trunk), *draft.modules()]
+        self._readers = [*readers_of(model, trunk), *draft.modules()]
         self._weights.digest()
         if reason := self._weights.unreadable:
             raise ValueError(CURES[reason])
@@ -216,7 +226,7 @@ def _find_problem(draft: nn.Module, model: nn.Module, trunk: Trunk) -> str | Non
     return "the head of the wrapped model mixes the rows of a call: leave draft out"
 
 
-def _readers_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
+def readers_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
     return [part for part in model.modules() if part is not model and part not in parts_of(trunk.module)]
 
 

@@ -10,6 +10,8 @@ from itertools import compress, count
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from llmcache.memory.bank import Entry
 from llmcache.memory.index import Index
@@ -28,10 +30,16 @@ class Source:
     ids: bytes  # its valid token ids, packed
     answer: Floats  # signature of its answer (S,), float32
     length: int = 0  # its number of valid tokens, if only requests of this length may find it; else 0
+    logits: Floats | None = None  # (C,) of the model's output, if these are all of it; float32
 
     @property
     def key(self) -> str:
         return self.entry.key
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, for saves."""
+        return self.entry.tensors | ({} if self.logits is None else {"logits": torch.from_numpy(self.logits)})
 
 
 class Near(NamedTuple):
@@ -181,7 +189,7 @@ class Sources:
             if (part := self._where.get(key)) is not None:
                 number = part.numbers[key]
                 buried = Entry(key, part.sources[number].entry.scope, ())
-                part.sources[number] = replace(part.sources[number], entry=buried)
+                part.sources[number] = replace(part.sources[number], entry=buried, logits=None)
 
     def clear(self) -> None:
         """Remove all sources. Quarantines stay."""

@@ -29,7 +29,7 @@ from tests.tiny_models import BARE, CLASSIFIERS, Make, build
 )
 def test_what_is_the_same_answer(name: str, one: list[float], other: list[float], is_same: bool) -> None:
     answers = ANSWERS[name]()
-    signed = answers.sign(torch.tensor([one, other])).numpy()
+    signed = answers.sign(np.float32([one, other]))
     assert bool(answers.agree(signed[0], signed[1])) is is_same
 
 
@@ -45,7 +45,7 @@ def test_scores_may_differ_by_a_twentieth_of_their_range() -> None:
 @pytest.mark.parametrize("name", sorted(ANSWERS))
 def test_all_pairs_are_compared_at_once_and_an_unknown_answer_agrees_with_nothing(name: str) -> None:
     answers, unknown = ANSWERS[name](), np.full((2, 3), np.nan, np.float32)
-    signed = answers.sign(torch.randn(4, 3)).numpy()
+    signed = answers.sign(torch.randn(4, 3).numpy())
     together = answers.agree(signed[:, None], signed[None])
     assert together.shape == (4, 4)
     assert together.diagonal().all()

@@ -80,7 +80,7 @@ def test_rungs_that_do_not_pay_are_left_out(costs: Costs, rungs: set[str]) -> No
 @pytest.mark.parametrize("name", ["class", "labels"])
 def test_margins_are_finite_and_rise_with_certainty(name: str) -> None:
     outputs = np.array([[9.0, -9.0, -9.5], [0.2, -0.3, -2.0], [0.0, 0.0, 0.0]], np.float32)
-    margins = ANSWERS[name]().margins(outputs)
+    margins = np.array(list(map(ANSWERS[name]().margins, outputs)))
     assert np.isfinite(margins).all() and (np.diff(margins, axis=0) < 0).all()
 
 
@@ -155,7 +155,7 @@ def test_models_beside_which_none_can_draft_are_refused(home: Path) -> None:
 def test_without_a_draft_sources_are_calibrated(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("llmcache.calls.core.OnnxTrunk", lambda *given: 1 / 0)
+    monkeypatch.setattr("llmcache.calls.core.OnnxGraph", lambda *given: 1 / 0)
     made = wrap(home).calibrate(LEARNED)
     assert made.chosen is not None and (made.draft, dict(made.shares)) == ("", {"semantic": 1.0})
     assert sum("there is no draft" in one.message for one in caplog.records) == 2  # when it was made, and calibrated

@@ -143,8 +143,8 @@ def test_a_model_without_a_graph_runs_eagerly_with_one_warning(
     elif trouble == "export":
         monkeypatch.setattr(onnx, "_export", fail("no such operator"))
     elif trouble == "output":
-        compute = onnx.OnnxTrunk.compute
-        monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda *given: [one + 1 for one in compute(*given)])
+        compute = onnx.OnnxGraph.compute
+        monkeypatch.setattr(onnx.OnnxGraph, "compute", lambda *given: [one + 1 for one in compute(*given)])
     cache = LLMCache.wrap(model, engine=engine)
     why = {"export": "no such operator", "output": "off for", "training": "eval()"}
     why |= {"half": "float32", "unknown family": "register an adapter"}
@@ -328,8 +328,8 @@ def test_auto_keeps_the_engine_of_a_saved_calibration(
 
 def test_what_the_engine_changes_counts_in_the_bound(engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(classifier(), engine=engine, max_drop=0.2, audit=0, auto_bypass=False)
-    compute = onnx.OnnxTrunk.compute
-    monkeypatch.setattr(onnx.OnnxTrunk, "compute", lambda self, arguments: [-one for one in compute(self, arguments)])
+    compute = onnx.OnnxGraph.compute
+    monkeypatch.setattr(onnx.OnnxGraph, "compute", lambda self, arguments: [-one for one in compute(self, arguments)])
     made = cache.calibrate(batched(requests(300, seed=2)[0]))
     assert made.chosen is None and made.curve[0].loss > 0.5 > made.curve[0].hit_rate
 

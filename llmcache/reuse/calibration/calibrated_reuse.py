@@ -327,7 +327,7 @@ class CalibratedReuse:
             calibration, sources = self.calibration, list(self.fitter.sources)
             if calibration is None or calibration.weights != weights or not sources:
                 return None, {}
-            meta, tensors = pack([(s.entry.tensors, (*s.entry.about, s.ids.hex(), s.length)) for s in sources])
+            meta, tensors = pack([(s.tensors, (*s.entry.about, s.ids.hex(), s.length)) for s in sources])
             learned = {
                 f"{of}.{name}": array for of, part in self._fitted.items() for name, array in part.state().items()
             }
@@ -385,8 +385,11 @@ class CalibratedReuse:
         sources = []
         records = unpack(meta["sources"], {name: tensor for name, tensor in tensors.items() if "/" in name})
         for (own, (key, scope, layout, ids, length)), answer in zip(records, arrays["answers"], strict=True):
-            held = {} if key in gone else own
-            sources.append(Source(Entry.of(key, Scope(*scope), held, layout), bytes.fromhex(ids), answer, length))
+            held = {} if key in gone else dict(own)
+            logits = held.pop("logits", None)
+            entry = Entry.of(key, Scope(*scope), held, layout)
+            of_answer = answer, length, None if logits is None else logits.numpy()
+            sources.append(Source(entry, bytes.fromhex(ids), *of_answer))
         with self._lock:
             self.end()
             for of, part in self._fitted.items():

@@ -87,9 +87,10 @@ class Observer:
         """Return signatures (n, S), outputs (n, C) and mean payloads (n, D) of computed rows."""
         targets = torch.stack([call.entries[number].fields[0].float().mean(dim=0) for number in numbers])
         logits = targets if self.answers.reads_payload else self._logits(call, output)[numbers]
+        outputs, means = (array for array in to_host(logits.float(), targets) if array is not None)
         # An output with NaN has no answer, although a largest value may be found in it: it agrees with none.
-        signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
-        return [array for array in to_host(signed, logits.float(), targets) if array is not None]
+        signed = np.where(np.isnan(outputs).any(axis=-1, keepdims=True), np.float32(nan), self.answers.sign(outputs))
+        return [signed, outputs, means]
 
     def _logits(self, call: Call, output: Any) -> Tensor:
         logits = torch.as_tensor(self._read(output))  # of a callable, it may be an array

@@ -64,6 +64,7 @@ class CalibrationFitter:
     chooser: NeighbourChooser
     answers: Answers
     draft: "Draft | None" = None
+    keeps_logits: bool = False  # of sources, which then answer without the model's head
     #: Rungs in use and their shares, see `calibration.choose_shares`.
     shares: Mapping[str, float] = field(init=False, default_factory=lambda: {SEMANTIC: 1.0})
     model_s: float = field(init=False, default=0.0)  # of a request alone; 0: unknown
@@ -122,7 +123,7 @@ class CalibrationFitter:
         assert self.draft is not None
         outputs = [case.draft for case in cases]
         served_by = [
-            None if output is None else replace(case, output=output, answer=self.draft.sign(output[None])[0])
+            None if output is None else replace(case, output=output, answer=self.answers.sign(output[None])[0])
             for case, output in zip(cases, outputs, strict=True)
         ]
         return self._outcome(self.draft.risks(outputs), cases, served_by, metric)
@@ -257,7 +258,8 @@ class CalibrationFitter:
                     self.sources.remove(key)
 
     def source_of(self, case: Observation) -> Source:
-        return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row))
+        logits = case.output if self.keeps_logits else None
+        return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row), logits)
 
     def _choose(self, case: Observation) -> Choice | None:
         vector, forecast = self._forecast(case)

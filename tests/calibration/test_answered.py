@@ -1,0 +1,177 @@
+"""Where logits are known for all rows of a call, they are the answer, and no part of the model runs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from llmcache import LLMCache
+from tests import inside
+from tests.calibration.drafting import drafted_rows, only_copy
+from tests.contract.streams import N_TOPICS, ask, calibrated, classifier, requests
+
+#: Logits of a source were made in a batch of others.
+ROUNDED = {"atol": 1e-3, "rtol": 1e-4}
+
+
+@pytest.fixture
+def cache() -> Iterator[LLMCache]:
+    with calibrated(audit=0) as made:
+        ask(made, requests(1, seed=7)[0])  # shows the form of an output
+        yield made
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What heads read."""
+    read: list[Tensor] = []
+    linear = nn.functional.linear
+
+    def run(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if len(weight) == N_TOPICS:
+            read.append(states)
+        return linear(states, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", run)
+    return read
+
+
+def served(cache: LLMCache) -> list[tuple[Tensor, Any]]:
+    """Return rows (1, T) that sources serve, and the source of each."""
+    rows = [row[None] for row in requests(60, seed=5)[0]]
+    found = [(row, cache.last[0].source) for row in rows if ask(cache, row) == ["semantic"]]
+    assert len(found) > 20
+    return found
+
+
+def test_a_source_answers_with_its_own_logits_in_a_new_tensor(cache: LLMCache, heads: list[Tensor]) -> None:
+    rows = served(cache)
+    kept = {source.key: torch.from_numpy(source.logits) for source in inside.sources(cache)}
+    heads.clear()
+    for row, source in rows:
+        output = cache(input_ids=row)
+        assert type(output) is SequenceClassifierOutput and [*output] == ["logits"]
+        assert torch.equal(output.logits[0], kept[source])
+        with torch.inference_mode():
+            output.logits.fill_(0)  # a caller may write to it
+        assert torch.equal(cache(input_ids=row).logits[0], kept[source])
+    ids = torch.cat([row for row, _ in rows[:8]])
+    together = cache(input_ids=ids).logits
+    assert torch.equal(together, torch.stack([kept[source] for _, source in rows[:8]]))
+    assert not heads
+    with torch.inference_mode():
+        cache.model.bert(input_ids=requests(1, seed=8)[0])  # the trunk alone returns states, in a form of its own
+        states = cache.model.bert(input_ids=ids).pooler_output
+        torch.testing.assert_close(cache.model.classifier(states), together, **ROUNDED)
+
+
+@only_copy
+def test_a_copy_answers_with_its_head(drafted: LLMCache, heads: list[Tensor]) -> None:
+    rows = drafted_rows(drafted)
+    heads.clear()
+    one, together = drafted(input_ids=rows[0]).logits, drafted(input_ids=torch.cat(rows)).logits
+    assert not heads and torch.equal(one[0], together[0])
+    assert [found.rung for found in drafted.last] == ["draft"] * len(rows)
+    graph = inside.draft(drafted).drafter.engine  # type: ignore[union-attr]
+    assert graph.twin.names == ("logits",)
+    # Only the trunk's products are int8: from int8 states, the model's own head makes the same.
+    trunk = inside.graph(drafted, "int8")
+    states = trunk.compute({"input_ids": rows[0]})[1]
+    torch.testing.assert_close(classifier().classifier(states), one, **ROUNDED)
+
+
+def set_on(module: nn.Module, name: str, value: Any) -> Callable[[], object]:
+    before = vars(module).copy()
+    setattr(module, name, value)
+    return lambda: (vars(module).pop(name), vars(module).update(before))
+
+
+#: Each returns what undoes it.
+SEEN: dict[str, Callable[[Any], Callable[[], object]]] = {
+    "a hook on the head": lambda model: model.classifier.register_forward_hook(lambda *given: None).remove,
+    "a hook on the trunk": lambda model: model.bert.register_forward_hook(lambda *given: None).remove,
+    "a number in the head": lambda model: set_on(model.dropout, "p", 0.3),
+    "a note": lambda model: set_on(model, "n_calls", 1),
+}
+
+
+@pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
+def test_the_head_runs_where_it_would_be_missed(
+    cache: LLMCache, heads: list[Tensor], change: Callable[[Any], Callable[[], object]]
+) -> None:
+    ((row, _), *_) = served(cache)
+    heads.clear()
+    undo = change(cache.model)
+    first = cache(input_ids=row).logits
+    assert heads and cache.last[0].rung == "semantic"
+    undo()
+    torch.testing.assert_close(cache(input_ids=row).logits, first, **ROUNDED)
+    heads.clear()
+    torch.testing.assert_close(cache(input_ids=row).logits, first, **ROUNDED)
+    assert not heads
+
+
+def test_other_outputs_are_made_by_the_model(cache: LLMCache, heads: list[Tensor]) -> None:
+    ((row, _), (other, _), *_) = served(cache)
+    expected = cache(input_ids=row).logits
+    heads.clear()
+    (logits,) = cache(input_ids=row, return_dict=False)
+    torch.testing.assert_close(logits, expected, **ROUNDED)
+    with torch.inference_mode():
+        torch.testing.assert_close(cache.model(row).logits, expected, **ROUNDED)
+    cache.model.config.return_dict = False
+    assert type(cache(input_ids=other)) is tuple
+    cache.model.config.return_dict = True
+    assert len(heads) == 3
+    mixed = torch.cat([row, requests(1, seed=77, noise=1.0)[0]])
+    found = cache(input_ids=mixed).logits
+    if cache.last[1].rung is None:
+        torch.testing.assert_close(found[1:], classifier()(input_ids=mixed[1:]).logits)
+    torch.testing.assert_close(found[:1], expected, **ROUNDED)
+
+
+def test_a_forward_that_was_replaced_runs(cache: LLMCache, heads: list[Tensor]) -> None:
+    ((row, _), *_), called = served(cache), list[int]()
+    own = cache.model.classifier.forward
+    cache.model.classifier.forward = lambda states: (called.append(1), own(states))[1]
+    cache(input_ids=row)
+    assert called == [1]
+
+
+def test_logits_are_saved_and_gone_with_their_source(cache: LLMCache, tmp_path: Path) -> None:
+    ((row, source), *_) = served(cache)
+    expected = cache(input_ids=row).logits
+    cache.save(tmp_path)
+    with LLMCache.load(classifier(), tmp_path) as loaded:
+        ask(loaded, row)
+        assert torch.equal(loaded(input_ids=row).logits, expected)
+        kept = {one.key: one.logits for one in inside.sources(loaded)}
+        assert all(logits is not None for logits in kept.values())
+        inside.sources(loaded).bury(source, "default")
+        assert {one.key: one.logits for one in inside.sources(loaded)}[source] is None
+        assert ask(loaded, row) != ["semantic"] or loaded.last[0].source != source
+        loaded.save(tmp_path)
+    with LLMCache.load(classifier(), tmp_path) as again:
+        assert {one.key for one in inside.sources(again) if one.logits is None} == {source}
+
+
+def test_an_error_within_the_look_up_is_no_answer(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((row, _), *_), own = served(cache), classifier()
+    monkeypatch.setattr(inside.sources(cache), "search", lambda *given: 1 / 0)
+    torch.testing.assert_close(cache(input_ids=row).logits, own(input_ids=row).logits)
+    assert cache.stats().errors == 1
+
+
+def test_only_if_cached_and_outcomes_are_as_with_a_head(cache: LLMCache) -> None:
+    ((row, source), *_) = served(cache)
+    with cache.only_if_cached():
+        assert cache(input_ids=row).logits.shape == (1, 5)
+    assert (cache.last[0].rung, cache.last[0].source) == ("semantic", source)
+    with ExitStack() as stack, suppress(KeyError):
+        stack.enter_context(cache.disabled())
+        torch.testing.assert_close(cache(input_ids=row).logits, classifier()(input_ids=row).logits)
