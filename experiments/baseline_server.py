@@ -1,7 +1,8 @@
 """The servers that people write themselves, which `llmcache serve` is compared with: FastAPI and a model.
 
-    python -m experiments.baseline_server FOLDER --port 8080           plain transformers
-    python -m experiments.baseline_server FOLDER --port 8080 --onnx    ONNX Runtime, float32, the whole model exported
+    python -m experiments.baseline_server FOLDER --port 8080                   plain transformers
+    python -m experiments.baseline_server FOLDER --port 8080 --onnx float32    ONNX Runtime, the whole model exported
+    python -m experiments.baseline_server FOLDER --port 8080 --onnx int8       the same with dynamic int8 products
 
 FOLDER holds a BERT with a linear head on the mean of its states, as sentence-transformers saves it. A request is a call
 of the model; requests are not batched. FastAPI runs the route in its pool of threads: texts are tokenised there at the
@@ -23,23 +24,24 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 from experiments.models.heads import PooledClassifier
-from experiments.models.onnx import OnnxModel, export
+from experiments.models.onnx import OnnxModel, export, quantise
 
 
 class Predict(BaseModel):
     inputs: str | list[str]
 
 
-def create_app(folder: str, is_onnx: bool = False) -> FastAPI:
+def create_app(folder: str, precision: str | None = None) -> FastAPI:
     tokenizer, trunk = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder)
     weights = load_file(f"{folder}/2_Dense/model.safetensors")
     head = nn.Linear(*reversed(weights["linear.weight"].shape))
     head.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
     labels = [trunk.config.id2label[i] for i in range(trunk.config.num_labels)]
     model: nn.Module = PooledClassifier(trunk, "mean", head).eval()
-    if is_onnx:
+    if precision is not None:
         with TemporaryDirectory() as place:  # the session keeps what it has read
-            model = OnnxModel(export(model, dict(tokenizer("a text", return_tensors="pt")), Path(place, "model.onnx")))
+            graph = export(model, dict(tokenizer("a text", return_tensors="pt")), Path(place, "model.onnx"))
+            model = OnnxModel(quantise(graph, Path(place, "int8.onnx")) if precision == "int8" else graph)
     app, lock = FastAPI(), threading.Lock()
 
     @app.get("/health")
@@ -63,7 +65,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--onnx", action="store_true")
+    parser.add_argument("--onnx", choices=["float32", "int8"])
     chosen = parser.parse_args()
     # As `llmcache serve`, and uvicorn's own defaults, so that other installed packages change neither.
     uvicorn.run(create_app(chosen.folder, chosen.onnx), port=chosen.port, access_log=False, loop="asyncio", http="h11")

@@ -32,6 +32,7 @@ _SERVERS = {
     "no_cache": "the same, cache off",
     "baseline": "FastAPI and transformers",
     "onnx_baseline": "FastAPI and ONNX Runtime",
+    "int8_baseline": "FastAPI and ONNX Runtime, int8",
 }
 _POLICY_STREAMS = ("Mooncake's trace, blocks", "Zipf 1", "Zipf 1, scans", "Zipf 1, 6 phases")
 _HELD = 0.1  # share of the keys that a cache holds in the picture of policies

@@ -146,7 +146,8 @@ class Rows(Path):
 
     def look_up(self, call: Call) -> None:
         """Ask each rung, safest first, for the rows without a hit."""
-        reuse, beside, n_coupled = self._forward.reuse, self._beside, call.is_coupled * len(call.rows)
+        reuse, within, n_coupled = self._forward.reuse, self._forward.model_call.get(), call.is_coupled * len(call.rows)
+        has_more = within is not None and bool(within.beside)
         is_known = call.kind in self.packings or self.packings.knows(call.kind)  # can hits be assembled?
         if not (is_known or self._stored):
             return
@@ -154,7 +155,7 @@ class Rows(Path):
             rows = [row for row in call.rows if not (row.bypass_reason or row.number in call.hits)]
             if not rows:
                 break
-            if (beside or n_coupled > 1) and not rung.is_lossless and self.needs_own(call.arguments, n_coupled):
+            if (has_more or n_coupled > 1) and not rung.is_lossless and self.needs_own(call.arguments, n_coupled):
                 continue
             if rung.is_lossless or rung is reuse.draft:  # a calibration decides if a draft pays
                 rung.look_up(call, rows)
@@ -171,15 +172,10 @@ class Rows(Path):
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
         if n_coupled > 1:
             return True
-        if not (beside := self._beside):
+        if (within := self._forward.model_call.get()) is None or not within.beside:
             return False
         tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
-        return not all(any(map(is_, tensors, repeat(value))) for value in beside)
-
-    @property
-    def _beside(self) -> Sequence[Any]:
-        within = self._forward.model_call.get()
-        return () if within is None else within.beside
+        return not all(any(map(is_, tensors, repeat(value))) for value in within.beside)
 
     def served(self, call: Call) -> Collection[int]:
         return call.hits.keys()

@@ -330,11 +330,12 @@ class ModelCall:
     calls: list[Any] = field(default_factory=list)  # of the trunk, closed
 
     def is_answered_by(self, call: Any) -> bool:
-        """Whether the output can be made of the logits that a call of the trunk found."""
-        form = self.form
-        if form is None or self.calls or not call.has_logits or call.calibration is None:
+        """Whether the output can be made of logits that a call of the trunk found for all of its rows."""
+        form, hits = self.form, call.hits
+        if form is None or self.calls or not hits or call.calibration is None or len(hits) < len(call.rows):
             return False
-        return bool(call.kind == form.call and call.calibration.head == form.head)
+        is_known = all(hit.logits is not None for hit in hits.values())
+        return bool(is_known and call.kind == form.call and call.calibration.head == form.head)
 
 
 class ModelForward(Swap):
@@ -352,15 +353,15 @@ class ModelForward(Swap):
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
         self._spared: Sequence[nn.Module] = () if self.had_own_forward else spared
         self._form: Form | None = None  # of the latest plain call
-        self._learned: list[Any] | None = None  # `_values()` in the latest calibration
+        self._learned: list[Any] | None = None  # numbers and strings of its head in the latest calibration
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.listener
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        values = self._values()
+        values, is_bare = self._read_head()
         is_as_learned = self._learned is None or self._learned == values
-        is_plain = is_as_learned and not (args or kwargs.keys() - _TOKENS) and self._are_spared()
+        is_plain = is_as_learned and is_bare and not (args or kwargs.keys() - _TOKENS)
         within = ModelCall(self._beside(args, kwargs), is_as_learned, self._form if is_plain else None)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
@@ -394,16 +395,16 @@ class ModelForward(Swap):
                 forward.reuse.observe(calls[0], output)
         return output
 
-    def _are_spared(self) -> bool:
-        """Whether nothing would be missed if trunk and head did not run: no hook, no foreign forward."""
-        spared = self._spared
-        is_own = all(isinstance(vars(one).get("forward", self), Swap) for one in spared)
-        return bool(spared) and is_own and not are_hooked(spared)
+    def _read_head(self) -> tuple[list[Any], bool]:
+        """Return the head's numbers and strings, and whether it may be left out: no hook, no foreign forward.
 
-    def _values(self) -> list[Any]:
-        """Return the numbers and strings of the head, which its digest leaves out: some heads keep notes there."""
-        parts = (self.module, *self._spared[1:])
-        return [value for one in parts for value in vars(one).values() if type(value) in _NOTED]
+        Its digest leaves numbers and strings out, since some heads keep notes there.
+        """
+        spared = self._spared
+        spaces = [vars(self.module), *map(vars, spared[1:])]
+        values = [value for space in spaces for value in space.values() if type(value) in _NOTED]
+        is_own = all(isinstance(vars(one).get("forward", self), Swap) for one in spared)
+        return values, bool(spared) and is_own and not are_hooked(spared)
 
     def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return the arguments that the trunk does not take by name, except None and False."""

@@ -77,18 +77,18 @@ class Requests:
 
     def may_be_refused(self) -> bool:
         """Whether the model may raise for positions or token types beyond its tables."""
-        if self._may_be_refused is None:  # asked for by engine, sources and draft
-            self._may_be_refused = self._is_beyond_tables()
-        return self._may_be_refused
-
-    def _is_beyond_tables(self) -> bool:
+        if self._may_be_refused is not None:  # asked for by engine, sources and draft
+            return self._may_be_refused
         types, positions = self.inputs.types, self.inputs.positions
         n_types, n_positions = self.tables.n_types, self.tables.n_positions
         if types is not None and (_any(types) or not n_types) and _reaches(types, n_types):
-            return True
-        if positions is not None:
-            return _reaches(positions, n_positions)
-        return n_positions is not None and self.ids.shape[1] + self.first_position > n_positions
+            is_beyond = True
+        elif positions is not None:
+            is_beyond = _reaches(positions, n_positions)
+        else:
+            is_beyond = n_positions is not None and self.ids.shape[1] + self.first_position > n_positions
+        self._may_be_refused = is_beyond
+        return is_beyond
 
     def are_usual(self) -> bool:
         """Whether positions and types, if passed, follow from the tokens, in every row.

@@ -49,8 +49,8 @@ class Answers(ABC):
         """Whether signatures (..., S) are the same answer, elementwise, bool (...); NaN agrees with nothing."""
 
     @abstractmethod
-    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
-        """Return how well answers (n, S) fit the forecast of an output (C,), float32 (n,); larger is better.
+    def closeness(self, forecast: Floats, signatures: Floats) -> list[float]:
+        """Return how well answers (n, S) fit the forecast of an output (C,): a number each (n,); larger is better.
 
         If answers are made from payloads, the forecast is of the payload. That of the forecast class is over 0.
         """
@@ -73,13 +73,12 @@ class Classes(Answers):
         same: Bools = one[..., 0] == other[..., 0]
         return same
 
-    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
-        """Return each class's logit minus the largest of the others."""
-        known = signatures[:, 0]
-        classes = np.where(known == known, known, 0).astype(np.int64)  # any class if the answer is unknown (NaN)
-        second, first = np.partition(forecast, -2)[-2:]
-        margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
-        return margin
+    def closeness(self, forecast: Floats, signatures: Floats) -> list[float]:
+        """Return each class's logit minus the largest of the others; of an unknown answer (NaN), the first class's."""
+        logits = forecast.tolist()  # arrays take longer, for one forecast and a few answers
+        *_, second, first = sorted(logits)
+        own = [logits[int(known)] if known == known else first for known in signatures[:, 0].tolist()]
+        return [logit - (second if logit == first else first) for logit in own]
 
     def margins(self, output: Floats) -> Sequence[float]:
         """Return the lead over the second class, its logarithm, and the log-odds of the first."""
@@ -100,9 +99,9 @@ class Labels(Answers):
         same: Bools = (one == other).all(axis=-1)
         return same
 
-    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> list[float]:
         """Return the smallest margin among the labels, negative if a label is on the wrong side."""
-        least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
+        least: list[float] = np.where(signatures > 0, forecast, -forecast).min(axis=-1).tolist()
         return least
 
     def margins(self, output: Floats) -> Sequence[float]:
@@ -135,9 +134,9 @@ class Scores(Answers):
         same: Bools = (np.abs(one - other) <= self._most).all(axis=-1)
         return same
 
-    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> list[float]:
         """Return the largest difference of a score, negated."""
-        nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
+        nearness: list[float] = (-np.abs(forecast - signatures).max(axis=-1)).tolist()
         return nearness
 
     def margins(self, output: Floats) -> Sequence[float]:
@@ -160,9 +159,10 @@ class Embeddings(Answers):
         same: Bools = np.einsum("...s,...s->...", one, other) >= self.least
         return same
 
-    def closeness(self, forecast: Floats, signatures: Floats) -> Floats:
+    def closeness(self, forecast: Floats, signatures: Floats) -> list[float]:
         """Return the cosine."""
-        return signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
+        cosines: list[float] = (signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))).tolist()
+        return cosines
 
     def margins(self, output: Floats) -> Sequence[float]:
         """Return 0: a vector does not tell how far off it is."""

@@ -93,12 +93,6 @@ class Call:
     computing_s: float = 0.0
     storing_s: float = 0.0
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether logits are known for every row, so that nothing of the model need run."""
-        hits = self.hits
-        return len(hits) == len(self.rows) and all(hit.logits is not None for hit in hits.values())
-
     def without_arguments(self) -> "Call":
         """Return it without what keeps the caller's tensors and K/V cache alive; it cannot be answered any more."""
         return replace(self, args=(), kwargs={}, arguments={}, mask_4d=None, plan=None, output=None)
@@ -124,7 +118,6 @@ class Bypass:
     is_collected: bool = False
     hits: ClassVar[Mapping[int, Hit]] = {}
     calibration: ClassVar[None] = None
-    has_logits: ClassVar[bool] = False
     entries: ClassVar[Mapping[int, Entry]] = {}
 
 

@@ -163,7 +163,7 @@ class NeighbourChooser:
     def _see(self, near: Near, forecast: Floats) -> Evidence:
         signatures = np.concatenate(list(map(_ANSWER, near.sources))).reshape(len(near.sources), -1)
         agree = self._answers.agree(signatures[:, None], signatures).tolist()
-        closeness = self._answers.closeness(forecast, signatures).tolist()
+        closeness = self._answers.closeness(forecast, signatures)
         if isnan(sum(closeness)):
             closeness = [0.0 if isnan(value) else value for value in closeness]
         return Evidence(near.similarity, agree, closeness)

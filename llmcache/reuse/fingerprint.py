@@ -114,7 +114,8 @@ class _Fitted:
     def __call__(self, requests: Sequence[Sequence[int]]) -> tuple[Floats, Floats]:
         """Return unit vectors (B, F) and forecasts (B, C); for a request without content, zeros and the mean output."""
         extremes, means = self._pool(requests)
-        vectors = means.sum(axis=1) + self._offset
+        vectors = means[:, 0] + means[:, 1]
+        vectors += self._offset
         forecasts = np.empty((len(vectors), len(self._outputs_mean)), np.float32)
         made = torch.from_numpy(vectors)
         # On torch's threads, see `product`; autocast does not lower the precision of operations with `out`.

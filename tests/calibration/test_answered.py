@@ -86,9 +86,9 @@ def test_a_copy_answers_with_its_head(drafted: LLMCache, heads: list[Tensor]) ->
 
 
 def set_on(module: nn.Module, name: str, value: Any) -> Callable[[], object]:
-    before = vars(module).copy()
+    before = vars(module).get(name)
     setattr(module, name, value)
-    return lambda: (vars(module).pop(name), vars(module).update(before))
+    return lambda: delattr(module, name) if before is None else setattr(module, name, before)
 
 
 #: Each returns what undoes it.
