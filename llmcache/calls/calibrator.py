@@ -27,7 +27,7 @@ from llmcache.models.packing import Payload
 from llmcache.models.twin import make_replicas, run_uncached
 from llmcache.models.weights import Weights
 from llmcache.request.rows import id_dtype
-from llmcache.reuse.answers import Answers, Embeddings, find_answers, read_logits
+from llmcache.reuse.answers import Answers, Embeddings, find_answers
 from llmcache.reuse.approximate import Approximate
 from llmcache.reuse.audit.audit import Audit
 from llmcache.reuse.audit.recompute import RecomputeQueue
@@ -44,7 +44,7 @@ from llmcache.reuse.calibration.training import CalibrationFitter
 from llmcache.reuse.content_gate import ContentGate
 from llmcache.reuse.decide import NeighbourChooser, Semantic
 from llmcache.reuse.draft import Draft
-from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model, readers_of
+from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model, may_answer
 from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import SearchCost
@@ -97,14 +97,14 @@ class Calibrator:
         sources = Sources(AutoIndex, wrapped.keeps_tokens)
         bank.watch(sources.remove)
         chooser = NeighbourChooser(sources, answers, _make_gate(trunk, config, wrapped.tokenizer))
-        self._head = Weights(model, without=trunk.module)
-        #: Whether logits answer for the whole model.
-        self._is_plain = wrapped.read is read_logits and not (answers.reads_payload or takes_dict(model))
+        #: Whether logits answer for the whole model. All that its head computes by is in its digest then.
+        self._may_answer = not answers.reads_payload and may_answer(model, trunk, wrapped.read)
+        self._head = Weights(model, trunk.module, has_values=self._may_answer)
         semantic = Semantic(bank, sources, fingerprint, chooser, self._head, counters)
         draft = None
         if config.draft is not None:
             draft = self._make_draft(config.draft, answers, semantic, make_graph)
-        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, draft, self._is_plain)
+        fitter = CalibrationFitter(bank, sources, fingerprint, tokens, chooser, answers, draft, self._may_answer)
         calibrated = CalibratedReuse(fitter, semantic, counters, config)
         self._observer = Observer(answers, wrapped.read, self._head, draft, counters)
         queue = RecomputeQueue(getattr(trunk.config, "pad_token_id", None) or 0, names)
@@ -233,9 +233,9 @@ class Calibrator:
             graph = None
         if graph is None or not graph.is_of(self._weights.digest()):
             try:
-                graph = make_graph(head if self._is_plain else "")
+                graph = make_graph(head if self._may_answer else "")
             except Exception as error:  # an exporter may raise anything
-                if not self._is_plain:
+                if not self._may_answer:
                     raise
                 logger.info("llmcache: the draft leaves the head to the model, which could not be exported: %s", error)
                 graph = make_graph("")
@@ -293,8 +293,7 @@ class Calibrator:
         """
         if model is trunk.module:
             raise ConfigError("answer: a model without a head returns states and no answer: set answer='auto'")
-        spared = [trunk.module, *readers_of(model, trunk)] if is_kept and self._is_plain else ()
-        swap = ModelForward(model, forward, spared)
+        swap = ModelForward(model, forward, is_kept and self._may_answer)
         if is_kept:
             self._installed.add(swap.remove)
 

@@ -403,7 +403,7 @@ class CachedForward(Swap, ContextFlags):
                     call = self.open(args, kwargs, is_collecting)
                     self.look_up(call)
                 within = self.model_call.get()
-                is_answered, output = within is not None and within.is_answered_by(call), None
+                is_answered, output = within is not None and within.answer_by(call), None
                 if not is_answered:
                     output = self._pass(call) if isinstance(call, Bypass) else call.path.answer(call)
             except BaseException:

@@ -91,7 +91,7 @@ def save(
                 payload=wrapped.payload.name,
                 config=config.model_dump(mode="json", exclude_unset=True),
                 weights=weights,
-                head=Weights(wrapped.model, without=wrapped.trunk.module).digest() if is_approximate else "",
+                head=Weights(wrapped.model, wrapped.trunk.module, has_values=False).digest() if is_approximate else "",
                 special_ids=list(special_ids(wrapped.trunk, wrapped.tokenizer)),
                 numbers=None if numbers is None else dict(numbers),
                 kinds=dict(kinds),
@@ -217,7 +217,7 @@ def _check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | P
         raise UnfitBankError(
             f"{folder}: saved with other special tokens; give the tokenizer that it was saved with, or another folder"
         )
-    if manifest.head and manifest.head != (head := Weights(model, without=trunk.module).digest()):
+    if manifest.head and manifest.head != (head := Weights(model, trunk.module, has_values=False).digest()):
         raise UnfitBankError(
             f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has "
             f"{head[:12]}), whose answers approximate hits return; give the model that it was saved from, or "

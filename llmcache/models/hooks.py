@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
+from transformers.utils.generic import ModelOutput
 
 from llmcache.errors import WrapError
 from llmcache.models.adapters import Trunk
@@ -40,7 +41,6 @@ SWAPPING = threading.RLock()
 _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids"}
-_NOTED = {bool, int, float, str}
 _MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
 
 
@@ -300,7 +300,7 @@ class HeadSwap(Swap):
 
 
 class Answered(BaseException):
-    """Leaves the model's forward from its trunk, since logits are known for all rows. Never leaves `ModelForward`."""
+    """Leaves the forward of a model from within its trunk, since `ModelCall.is_answered`."""
 
 
 class Form(NamedTuple):
@@ -309,7 +309,7 @@ class Form(NamedTuple):
     head: str  # digest of the weights outside the trunk
     call: tuple[Any, ...]  # `kind` of the trunk's call
     kind: type  # class of the output
-    name: Any  # of the logits, in a `ModelOutput`
+    name: Any  # of the logits, in an output with names
     logits: Tensor  # (0, C): their dtype and device
 
     def fill(self, rows: Sequence[Any]) -> Any:
@@ -320,58 +320,63 @@ class Form(NamedTuple):
         return self.kind((logits,)) if self.kind in (tuple, list) else make_output(self.kind, {self.name: logits})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ModelCall:
     """One call of the whole model."""
 
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     beside: Sequence[Any]  # its arguments that the trunk does not take by name: labels, say
-    is_as_learned: bool  # whether numbers and strings of its head are as in the latest calibration
-    form: Form | None  # of its output, if no part of it need run where logits are known; else None
+    form: Form | None  # of its output, if trunk and head need not run where logits are known; else None
     calls: list[Any] = field(default_factory=list)  # of the trunk, closed
+    is_answered: bool = False  # by the logits of the only call of the trunk
 
-    def is_answered_by(self, call: Any) -> bool:
-        """Whether the output can be made of logits that a call of the trunk found for all of its rows."""
+    def has_rows_of(self, call: Any) -> bool:
+        """Whether the trunk's rows are the model's: it got the same token ids."""
+        given = (*self.args, *self.kwargs.values())
+        given = (*given[0].values(), *given[1:]) if given and isinstance(given[0], Mapping) else given
+        ids = call.arguments.get("input_ids")
+        return any(one is ids for one in given)
+
+    def answer_by(self, call: Any) -> bool:
+        """Set and return `is_answered`, if a call of the trunk found logits for all of its rows."""
         form, hits = self.form, call.hits
         if form is None or self.calls or not hits or call.calibration is None or len(hits) < len(call.rows):
             return False
-        is_known = all(hit.logits is not None for hit in hits.values())
-        return bool(is_known and call.kind == form.call and call.calibration.head == form.head)
+        if call.is_activated or not all(hit.logits is not None for hit in hits.values()):
+            return False
+        is_same = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
+        self.is_answered = is_same and call.kind == form.call and call.calibration.head == form.head
+        return self.is_answered
 
 
 class ModelForward(Swap):
     """Replaces the whole model's forward: answers by logits where all are known, and shows outputs to the observer.
 
-    Logits of a draft are put into the model's output if another row of the call is computed.
+    Else it puts logits of a draft into the model's output.
     """
 
     listener: Any  # the cached forward of the model's trunk
 
-    def __init__(self, model: nn.Module, listener: Any, spared: Sequence[nn.Module] = ()) -> None:
-        """Replace the forward; `spared`: trunk and head, if they need not run where logits are known."""
+    def __init__(self, model: nn.Module, listener: Any, is_spared: bool = False) -> None:
+        """Replace the forward; `is_spared`: trunk and head need not run where logits are known."""
         super().__init__(model, listener)
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
-        self._spared: Sequence[nn.Module] = () if self.had_own_forward else spared
-        self._form: Form | None = None  # of the latest plain call
-        self._learned: list[Any] | None = None  # numbers and strings of its head in the latest calibration
+        self._is_spared = is_spared and not self.had_own_forward
+        self._form: Form | None = None  # of the latest call that could be spared
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.listener
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        values, is_bare = self._read_head()
-        is_as_learned = self._learned is None or self._learned == values
-        is_plain = is_as_learned and is_bare and not (args or kwargs.keys() - _TOKENS)
-        within = ModelCall(self._beside(args, kwargs), is_as_learned, self._form if is_plain else None)
+        may_spare = self._is_spared and not (args or kwargs.keys() - _TOKENS) and self._is_bare()
+        within = ModelCall(args, kwargs, self._beside(args, kwargs), self._form if may_spare else None)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
         try:
-            output = self.original(*args, **kwargs)
-            is_whole = forward.reuse.join(calls, output)
-        except Answered:
-            (call,), is_whole = calls, True
-            assert within.form is not None
-            return within.form.fill([call.hits[row.number].logits for row in call.rows])
+            output = self._run(within)
+            is_whole = within.is_answered or forward.reuse.join(calls, output)
         except BaseException as error:
             if not (isinstance(error, Exception) and forward.reuse.has_part_in(calls)):
                 raise
@@ -386,25 +391,30 @@ class ModelForward(Swap):
                 forward.reuse.fail(failure)  # of the placeholders: without them the head does not raise
             return output
         # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
-        if len(calls) == 1:
-            if calls[0].is_collected:
-                self._learned = values
-            elif is_plain and calls[0].calibration is not None:
-                self._form, self._learned = _form_of(calls[0], output), values
+        if len(calls) == 1 and not within.is_answered:
+            if may_spare and calls[0].calibration is not None:
+                self._form = _form_of(calls[0], output)
             if calls[0].entries and not (beside and isinstance(output, tuple)):
                 forward.reuse.observe(calls[0], output)
         return output
 
-    def _read_head(self) -> tuple[list[Any], bool]:
-        """Return the head's numbers and strings, and whether it may be left out: no hook, no foreign forward.
+    def _run(self, within: ModelCall) -> Any:
+        """Return the model's output, made of logits if a call of the trunk answered so."""
+        try:
+            output = self.original(*within.args, **within.kwargs)
+        except Answered:
+            if not within.is_answered:  # a model within this one
+                raise
+        if not within.is_answered:
+            return output
+        (call,), form = within.calls, within.form
+        assert form is not None
+        return form.fill([call.hits[row.number].logits for row in call.rows])
 
-        Its digest leaves numbers and strings out, since some heads keep notes there.
-        """
-        spared = self._spared
-        spaces = [vars(self.module), *map(vars, spared[1:])]
-        values = [value for space in spaces for value in space.values() if type(value) in _NOTED]
-        is_own = all(isinstance(vars(one).get("forward", self), Swap) for one in spared)
-        return values, bool(spared) and is_own and not are_hooked(spared)
+    def _is_bare(self) -> bool:
+        """Whether trunk and head have no hook and no foreign forward."""
+        parts = parts_around(self.module, self.listener.module)
+        return all(isinstance(vars(one).get("forward", self), Swap) for one in parts) and not are_hooked(parts)
 
     def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return the arguments that the trunk does not take by name, except None and False."""
@@ -415,12 +425,15 @@ class ModelForward(Swap):
 
 
 def _form_of(call: Any, output: Any) -> Form | None:
-    """Return the form of an output of a calibrated call; None if it has more than logits (B, C)."""
-    parts = fields_of(output)
-    (name, logits), *others = parts.items() if parts else ((None, None),)
-    if others or not (isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point()):
+    """Return the form of an output of a calibrated call; None if it is more than logits (B, C)."""
+    if not (type(output) in (Tensor, tuple, list, dict) or isinstance(output, ModelOutput)):
         return None
-    return Form(call.calibration.head, call.kind, type(output), name, logits.new_empty((0, logits.shape[1])))
+    (name, logits), *others = (*fields_of(output).items(), (None, None))
+    if len(others) != 1 or not (isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point()):
+        return None
+    form = Form(call.calibration.head, call.kind, type(output), name, logits.new_empty((0, logits.shape[1])))
+    made = form.fill([[0.0] * logits.shape[1]]) if isinstance(output, ModelOutput) else output
+    return form if getattr(made, "__dict__", {}).keys() == getattr(output, "__dict__", {}).keys() else None
 
 
 class _OutputHook:
@@ -479,6 +492,15 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
             if child is not None and child not in seen:
                 seen.add(child)
                 found.append(child)
+    return found[1:]
+
+
+def parts_around(model: nn.Module, trunk: nn.Module) -> list[nn.Module]:
+    """Return the submodules of a model without those in its trunk, but with the trunk itself; runs in each call."""
+    found = [model]
+    for part in found:
+        if part is not trunk:
+            found += [one for one in part._modules.values() if one is not None and one not in found]
     return found[1:]
 
 

@@ -110,13 +110,13 @@ class Look(NamedTuple):
 class Weights:
     """Watches the weights and settings of one module. Thread-safe."""
 
-    def __init__(self, module: nn.Module, without: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, without: nn.Module | None = None, has_values: bool = True) -> None:
         """Remember the trunk, whose parameters alone decide its hidden states, or a model; `digest` reads it first.
 
-        `without` is a part to leave out: a model without its trunk is the head. Numbers and strings do not count then:
-        a custom model may note in them what it did.
+        `without` is a part to leave out: a model without its trunk is the head. `has_values`: numbers, strings and
+        containers of them count, too. A custom head may note in them what it did.
         """
-        self._module, self._without = module, without
+        self._module, self._without, self._has_values = module, without, has_values
         self._lock, self._suspects_lock = forkable(threading.Lock()), forkable(threading.Lock())
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
         self._suspects: set[int] = set()
@@ -356,7 +356,7 @@ class Weights:
 
     def _watch(self, named: Mapping[str, nn.Module], left_out: Sequence[nn.Module]) -> None:
         """Watch these modules, by path, and what is found in them but for modules that are left out."""
-        self._found = Attributes(named, left_out, has_values=self._without is None)
+        self._found = Attributes(named, left_out, self._has_values)
         parts = self._found.parts
         self._modules = list(parts.values())
         holders = [

@@ -38,8 +38,8 @@ class Hit:
     answer: Floats | None = None  # signature (S,) of its answer; approximate hits only
     share: float = 1.0  # its risk divided by the limit, 0 to 1
     risk: float | None = None  # approximate hits only
-    logits: Floats | None = None  # (C,) of the model's output; None: its head must run
-    has_states: bool = True  # else `fields` are empty, and `logits` are put into the model's output
+    logits: Floats | None = None  # (C,) of the model's output, if known; else its head runs on the states
+    has_states: bool = True  # else `fields` are empty, there are logits, and they are put into the model's output
 
 
 @dataclass(slots=True)

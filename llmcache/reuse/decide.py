@@ -231,9 +231,17 @@ class Semantic:
                 continue
             call.choices[row.number] = choice
             if choice.risk <= limit and choice.source is not None:
-                source, share = choice.source, min(1.0, choice.risk / limit) if limit > 0 else 1.0
-                entry, about = source.entry, (source.answer, share, choice.risk, source.logits)
-                call.hits[row.number] = Hit(self.name, entry.key, entry.fields, (), choice.similarity, *about)
+                source, entry = choice.source, choice.source.entry
+                call.hits[row.number] = Hit(
+                    self.name,
+                    entry.key,
+                    entry.fields,
+                    similarity=choice.similarity,
+                    answer=source.answer,
+                    share=min(1.0, choice.risk / limit) if limit > 0 else 1.0,
+                    risk=choice.risk,
+                    logits=source.logits,
+                )
                 used.append(entry.key)
         self.bank.used(used)
 

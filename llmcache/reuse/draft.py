@@ -161,7 +161,7 @@ class Draft:
         ):
             return
         within = self._model_call.get()  # None: the trunk is called alone
-        if not drafter.makes_states and (within is None or (drafter.head and not within.is_as_learned)):
+        if not drafter.makes_states and (within is None or not within.has_rows_of(call)):
             return
         if drafter.head not in ("", calibration.head):
             return
@@ -192,9 +192,17 @@ class Draft:
                 if not packing.fits(states, 1, row.n_valid):
                     continue
                 fields = packing.take(states, 0, row.valid, False, self._device)[0]
-            share = min(1.0, risk / limit) if limit > 0 else 1.0
-            about = proposal.answer, share, risk, None if fields else proposal.output, bool(fields)
-            call.hits[number] = Hit(self.name, "", fields, (), None, *about)
+            call.hits[number] = Hit(
+                self.name,
+                "",
+                fields,
+                similarity=None,
+                answer=proposal.answer,
+                share=min(1.0, risk / limit) if limit > 0 else 1.0,
+                risk=risk,
+                logits=None if fields else proposal.output,
+                has_states=bool(fields),
+            )
 
     def has_part_in(self, calls: Sequence[Call | Bypass]) -> bool:
         """Whether logits of the draft belong into the output of a forward with these trunk calls."""

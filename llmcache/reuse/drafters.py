@@ -1,4 +1,4 @@
-"""What answers for a draft: an int8 graph of the trunk under the model's own head, or another model.
+"""What answers for a draft: an int8 graph of the model, one of the trunk under the model's own head, another model.
 
 A drafter answers one row at a time, without padding, so that an answer does not depend on its batch: dynamic
 quantisation has one scale a call, and kernels of other models round by the size of the batch.
@@ -7,8 +7,9 @@ Sizes: n tokens of a row, C outputs, D hidden width.
 """
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from llmcache.engines.onnx import OnnxGraph
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.adapters import Trunk, device_of, locate
 from llmcache.models.arguments import Arguments, names_of, takes_dict
-from llmcache.models.hooks import are_hooked, listener_of, parts_of
+from llmcache.models.hooks import are_hooked, listener_of, parts_around
 from llmcache.models.packing import Payload
 from llmcache.models.packing import parts_of as fields_of
 from llmcache.models.twin import make_replicas
@@ -37,7 +38,7 @@ class Drafter(Protocol):
 
     Attributes:
         makes_states: Its states take the place of the trunk's; else its output takes that of the model's logits.
-        head: Digest of the wrapped model's head that reads its states; "" if none does.
+        head: Digest of the wrapped model's head that it copies, or that reads its states; "" for none.
     """
 
     makes_states: bool
@@ -55,7 +56,7 @@ class Drafter(Protocol):
         """Return what `states` takes, and the output (C,), for the arguments (1, n) of one row."""
 
     def states(self, made: Any, arguments: Mapping[str, Any]) -> Any:
-        """Return the trunk's output for a row of a call, whose arguments are given; None without states."""
+        """Return the trunk's output for a row of a call, whose arguments are given, if it `makes_states`."""
 
     def close(self) -> None:
         """Answer no more."""
@@ -84,14 +85,15 @@ class GraphDrafter:
         self.head = head if payload is None else ""
         self._given = threading.local()  # the trunk's output that the head reads
         self._head: nn.Module = nn.Identity()
-        self._readers: list[nn.Module] = []  # they run on served states with their hooks, and here without
+        #: The head runs on served states with its hooks, and here without.
+        self._parts: Callable[[], Sequence[nn.Module]] = tuple
         if payload is None:
             mixes_rows = False
             with suppress(Exception):  # some heads take one row at a time
                 mixes_rows = _mixes_rows(model, trunk, read)
             if mixes_rows:
                 raise ValueError("the head of the wrapped model mixes the rows of a call")
-            self._readers = readers_of(model, trunk)
+            self._parts = partial(parts_around, model, trunk.module)
         if payload is None and self.makes_states:
             replicas = make_replicas(model)
             replicas[trunk.module].forward = lambda *args, **kwargs: self._given.states
@@ -106,10 +108,10 @@ class GraphDrafter:
 
     def covers(self, call: Call, row: "Row") -> bool:
         engine = self.engine
-        if are_hooked(self._readers):
+        if are_hooked(self._parts()):
             return False
-        if isinstance(call.engine, OnnxGraph):  # it takes what the draft takes
-            return engine.is_of(call.scope.weights)
+        if isinstance(call.engine, OnnxGraph) and call.engine.twin.takes_types == engine.twin.takes_types:
+            return engine.is_of(call.scope.weights)  # that engine was chosen for what the draft takes
         return engine.choose(call.args, call.kwargs, call.scope.weights, call.path.keeps_kv) is engine
 
     def run(self, inputs: Mapping[str, Tensor]) -> tuple[Any, Floats]:
@@ -123,7 +125,7 @@ class GraphDrafter:
         return made, _to_host(self._read(_run(self._head, self._takes_dict, self._names, inputs))[0])
 
     def states(self, made: Any, arguments: Mapping[str, Any]) -> Any:
-        return self.engine.twin.pack(made, arguments) if self.makes_states else None
+        return self.engine.twin.pack(made, arguments)
 
 
 class ModelDrafter:
@@ -142,7 +144,10 @@ class ModelDrafter:
         self._weights, self._longest, self._is_open = Weights(draft), _longest(draft), True
         #: Hooks of the wrapped model's parts would see the placeholders of drafted rows; those of the draft's have no
         #: part in its name.
-        self._readers = [*readers_of(model, trunk), *draft.modules()]
+        self._parts: Callable[[], Sequence[nn.Module]] = lambda: [
+            *parts_around(model, trunk.module),
+            *draft.modules(),
+        ]
         self._weights.digest()
         if reason := self._weights.unreadable:
             raise ValueError(CURES[reason])
@@ -154,7 +159,7 @@ class ModelDrafter:
     def covers(self, call: Call, row: "Row") -> bool:
         if call.path.keeps_kv or self._weights.is_training or row.n_valid > self._longest:
             return False
-        if call.arguments["input_ids"].device != device_of(self._draft) or are_hooked(self._readers):
+        if call.arguments["input_ids"].device != device_of(self._draft) or are_hooked(self._parts()):
             return False
         return find_reason(self._trunk, self._arguments, call.arguments) is None
 
@@ -162,7 +167,7 @@ class ModelDrafter:
         return None, _to_host(_answer(self._draft, inputs)[0])
 
     def states(self, made: Any, arguments: Mapping[str, Any]) -> Any:
-        return None
+        raise NotImplementedError
 
     def close(self) -> None:
         self._is_open = False
@@ -226,10 +231,6 @@ def _find_problem(draft: nn.Module, model: nn.Module, trunk: Trunk) -> str | Non
     return "the head of the wrapped model mixes the rows of a call: leave draft out"
 
 
-def readers_of(model: nn.Module, trunk: Trunk) -> list[nn.Module]:
-    return [part for part in model.modules() if part is not model and part not in parts_of(trunk.module)]
-
-
 @torch.inference_mode()
 def _mixes_rows(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
     """Whether a row's logits depend on the states of the row before it, by a trial with NaN there."""
@@ -252,7 +253,30 @@ def _mixes_rows(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
     return not torch.allclose(answer(), whole, atol=1e-4)
 
 
-def _run(model: nn.Module, is_dict: bool, names: Collection[str] | None, inputs: Mapping[str, Tensor]) -> Any:
+@torch.inference_mode()
+def may_answer(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
+    """Whether logits may answer for a whole model, by a trial with made-up tokens.
+
+    They are all of its output and the same each time, rows are not mixed, and the head notes nothing in its attributes.
+    """
+    if read is not read_logits or takes_dict(model):
+        return False
+    try:
+        replicas, forward = make_replicas(model), Arguments(model.forward)
+        head = Weights(replicas[model], without=replicas[trunk.module])
+        ids = torch.ones(2, 4, dtype=torch.int64, device=device_of(trunk.module))
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": ids}
+        if "use_cache" in forward.names:
+            inputs["use_cache"] = False
+        before = head.digest()
+        one, other = (_run(replicas[model], False, names_of(model.forward), inputs) for _ in range(2))
+        is_alone = len(fields_of(one)) == 1 and torch.equal(read(one), read(other))
+        return is_alone and head.digest() == before and not _mixes_rows(model, trunk, read)
+    except Exception:  # a model may raise anything, and its head may take one row at a time
+        return False
+
+
+def _run(model: nn.Module, is_dict: bool, names: Collection[str] | None, inputs: Mapping[str, Any]) -> Any:
     """Return a model's output; `is_dict`: it takes one dict; `names`: of its arguments, None: any."""
     if is_dict:
         return model(dict(inputs))

@@ -1,19 +1,19 @@
 """Where logits are known for all rows of a call, they are the answer, and no part of the model runs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from llmcache import LLMCache
 from tests import inside
 from tests.calibration.drafting import drafted_rows, only_copy
-from tests.contract.streams import N_TOPICS, ask, calibrated, classifier, requests
+from tests.contract.streams import N_TOPICS, ask, batched, calibrated, classifier, requests
 
 #: Logits of a source were made in a batch of others.
 ROUNDED = {"atol": 1e-3, "rtol": 1e-4}
@@ -85,35 +85,155 @@ def test_a_copy_answers_with_its_head(drafted: LLMCache, heads: list[Tensor]) ->
     torch.testing.assert_close(classifier().classifier(states), one, **ROUNDED)
 
 
-def set_on(module: nn.Module, name: str, value: Any) -> Callable[[], object]:
-    before = vars(module).get(name)
-    setattr(module, name, value)
-    return lambda: delattr(module, name) if before is None else setattr(module, name, before)
-
-
-#: Each returns what undoes it.
-SEEN: dict[str, Callable[[Any], Callable[[], object]]] = {
-    "a hook on the head": lambda model: model.classifier.register_forward_hook(lambda *given: None).remove,
-    "a hook on the trunk": lambda model: model.bert.register_forward_hook(lambda *given: None).remove,
-    "a number in the head": lambda model: set_on(model.dropout, "p", 0.3),
-    "a note": lambda model: set_on(model, "n_calls", 1),
-}
-
-
-@pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
-def test_the_head_runs_where_it_would_be_missed(
-    cache: LLMCache, heads: list[Tensor], change: Callable[[Any], Callable[[], object]]
-) -> None:
-    ((row, _), *_) = served(cache)
+@pytest.mark.parametrize("part", ["classifier", "bert"])
+def test_a_hook_sees_what_the_head_makes(cache: LLMCache, heads: list[Tensor], part: str) -> None:
+    ((row, _), *_), seen = served(cache), list[Any]()
+    hook = getattr(cache.model, part).register_forward_hook(lambda module, args, output: seen.append(output))
     heads.clear()
-    undo = change(cache.model)
-    first = cache(input_ids=row).logits
-    assert heads and cache.last[0].rung == "semantic"
-    undo()
-    torch.testing.assert_close(cache(input_ids=row).logits, first, **ROUNDED)
+    found = cache(input_ids=row).logits
+    assert heads and len(seen) == 1 and cache.last[0].rung == "semantic"
+    hook.remove()
+    torch.testing.assert_close(cache(input_ids=row).logits, found, **ROUNDED)
     heads.clear()
-    torch.testing.assert_close(cache(input_ids=row).logits, first, **ROUNDED)
+    cache(input_ids=row)
     assert not heads
+
+
+class Scaled(BertForSequenceClassification):
+    """A head with a number, a list and a dict."""
+
+    scale, shifts, knobs = 1.0, [0.0], {"sign": 1.0}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        pooled = self.bert(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+        logits = self.scale * self.knobs["sign"] * self.classifier(pooled) + self.shifts[0]
+        return SequenceClassifierOutput(logits=logits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "scale", 3.0),
+        lambda model: model.shifts.__setitem__(0, 1.0),
+        lambda model: model.knobs.update(sign=-1.0),
+    ],
+    ids=["a number", "a list", "a dict"],
+)
+def test_no_logits_outlive_what_they_were_made_with(
+    change: Callable[[Any], object], heads: list[Tensor], tmp_path: Path
+) -> None:
+    model = own(Scaled, scale=1.0, shifts=[0.0], knobs={"sign": 1.0})
+    cache = calibrate(model)
+    (row, _), (other, _), *_ = served(cache)
+    heads.clear()
+    expected = cache(input_ids=row).logits
+    assert not heads
+    cache.save(tmp_path)
+    change(model)
+    assert ask(cache, other) == [None]
+    with LLMCache.load(own(Scaled, scale=3.0, shifts=[0.0], knobs={"sign": 1.0}), tmp_path) as loaded:
+        assert ask(loaded, row) == [None]
+    with LLMCache.load(own(Scaled, scale=1.0, shifts=[0.0], knobs={"sign": 1.0}), tmp_path) as loaded:
+        assert ask(loaded, row) == ["semantic"] and torch.equal(loaded(input_ids=row).logits, expected)
+
+
+class Sorted(BertForSequenceClassification):
+    """Its trunk gets the rows in another order."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        order = input_ids[:, 1].argsort(stable=True)
+        pooled = self.bert(input_ids=input_ids[order]).pooler_output
+        return SequenceClassifierOutput(logits=self.classifier(pooled)[order.argsort()])
+
+
+class Cut(BertForSequenceClassification):
+    """Its trunk gets a part of the row."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        pooled = self.bert(input_ids=input_ids[:, :-1]).pooler_output
+        return SequenceClassifierOutput(logits=self.classifier(pooled) + input_ids[:, -1:])
+
+
+class Mixed(BertForSequenceClassification):
+    """Its logits depend on the rows beside."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        logits = self.classifier(self.bert(input_ids=input_ids).pooler_output)
+        return SequenceClassifierOutput(logits=logits - 0.5 * logits.mean(dim=0, keepdim=True))
+
+
+class Noisy(BertForSequenceClassification):
+    """No two answers are equal."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        pooled = self.bert(input_ids=input_ids).pooler_output
+        return SequenceClassifierOutput(logits=self.classifier(pooled) + 1e-3 * torch.rand(len(input_ids), 5))
+
+
+class Noting(BertForSequenceClassification):
+    """Its head counts calls."""
+
+    n_calls = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        self.n_calls += 1
+        return SequenceClassifierOutput(logits=self.classifier(self.bert(input_ids=input_ids).pooler_output))
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    name: str = ""
+
+
+class Named(BertForSequenceClassification):
+    """It returns a class of its own."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        return Pair(self.classifier(self.bert(input_ids=input_ids).pooler_output))
+
+
+@pytest.mark.parametrize("kind", [Sorted, Cut, Mixed, Noisy, Noting, Named])
+def test_unusual_models_run_their_heads(kind: type[Any], heads: list[Tensor]) -> None:
+    settings: dict[str, Any] = {"answer_of": lambda output: output[0]} if kind is Named else {}
+    cache = calibrate(own(kind), **settings)
+    rows = torch.cat([row for row, _ in served(cache)[:8]])
+    heads.clear()
+    cache(input_ids=rows)
+    assert heads and cache.stats().errors == 0
+
+
+class Catching(BertForSequenceClassification):
+    """It answers zeros where its trunk raises."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        try:
+            pooled = self.bert(input_ids=input_ids).pooler_output
+        except:  # noqa: E722 - that is what is tried
+            pooled = torch.zeros(len(input_ids), 32)
+        return SequenceClassifierOutput(logits=self.classifier(pooled))
+
+
+def test_a_model_that_catches_everything_is_answered_all_the_same() -> None:
+    cache = calibrate(own(Catching))
+    kept = {source.key: source.logits for source in inside.sources(cache)}
+    for row, source in served(cache):
+        assert torch.equal(cache(input_ids=row).logits[0], torch.from_numpy(kept[source]))
+
+
+def own(kind: type[Any], **attributes: Any) -> Any:
+    """Return the classifier as a class of the user's."""
+    model = classifier()
+    model.__class__ = kind
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+def calibrate(model: Any, **settings: Any) -> LLMCache:
+    cache = LLMCache.wrap(model, max_drop=0.05, auto_bypass=False, audit=0, answer="class", **settings)
+    assert cache.calibrate(batched(requests(300)[0], size=1)).is_certified
+    ask(cache, requests(2, seed=7)[0])
+    return cache
 
 
 def test_other_outputs_are_made_by_the_model(cache: LLMCache, heads: list[Tensor]) -> None:
@@ -172,6 +292,5 @@ def test_only_if_cached_and_outcomes_are_as_with_a_head(cache: LLMCache) -> None
     with cache.only_if_cached():
         assert cache(input_ids=row).logits.shape == (1, 5)
     assert (cache.last[0].rung, cache.last[0].source) == ("semantic", source)
-    with ExitStack() as stack, suppress(KeyError):
-        stack.enter_context(cache.disabled())
+    with cache.disabled():
         torch.testing.assert_close(cache(input_ids=row).logits, classifier()(input_ids=row).logits)

@@ -388,8 +388,8 @@ class CalibratedReuse:
             held = {} if key in gone else dict(own)
             logits = held.pop("logits", None)
             entry = Entry.of(key, Scope(*scope), held, layout)
-            of_answer = answer, length, None if logits is None else logits.numpy()
-            sources.append(Source(entry, bytes.fromhex(ids), *of_answer))
+            output = None if logits is None else logits.numpy()
+            sources.append(Source(entry, bytes.fromhex(ids), answer, length, output))
         with self._lock:
             self.end()
             for of, part in self._fitted.items():

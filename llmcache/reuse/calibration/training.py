@@ -258,7 +258,7 @@ class CalibrationFitter:
                     self.sources.remove(key)
 
     def source_of(self, case: Observation) -> Source:
-        logits = case.output if self.keeps_logits else None
+        logits = case.output.copy() if self.keeps_logits else None
         return Source(case.entry, case.row.ids, case.answer, self.sources.length_of(case.row), logits)
 
     def _choose(self, case: Observation) -> Choice | None:
