@@ -370,7 +370,10 @@ class ModelForward(Swap):
         forward = self.listener
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        may_spare = self._is_spared and not (args or kwargs.keys() - _TOKENS) and self._is_bare()
+        may_spare = self._is_spared and not (args or kwargs.keys() - _TOKENS)
+        if may_spare:  # no hook, no foreign forward
+            parts = parts_around(self.module, forward.module)
+            may_spare = all(isinstance(vars(one).get("forward", self), Swap) for one in parts) and not are_hooked(parts)
         within = ModelCall(args, kwargs, self._beside(args, kwargs), self._form if may_spare else None)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
@@ -410,11 +413,6 @@ class ModelForward(Swap):
         (call,), form = within.calls, within.form
         assert form is not None
         return form.fill([call.hits[row.number].logits for row in call.rows])
-
-    def _is_bare(self) -> bool:
-        """Whether trunk and head have no hook and no foreign forward."""
-        parts = parts_around(self.module, self.listener.module)
-        return all(isinstance(vars(one).get("forward", self), Swap) for one in parts) and not are_hooked(parts)
 
     def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
         """Return the arguments that the trunk does not take by name, except None and False."""
