@@ -131,6 +131,11 @@ ENGINES: Mapping[str, Cell] = {
     "cache, MB": of(number, "cache_mb"),
     "rungs": lambda row: row["rungs"] or "",
 }
+ENGINES_BERT: Mapping[str, Cell] = {
+    "tokens": lambda row: number(row["run"].metrics["mean_tokens"], 0),
+    "requests a call": lambda row: count(row["run"].metrics["batch"]),
+    **{name: cell for name, cell in ENGINES.items() if name not in STREAM},
+}
 FIRST_SCREEN: Mapping[str, Cell] = {
     **{name: ENGINES[name] for name in ("way", "ms")},
     "times eager": of(number, "speedup", 2),

@@ -44,7 +44,7 @@ from llmcache.reuse.calibration.training import CalibrationFitter
 from llmcache.reuse.content_gate import ContentGate
 from llmcache.reuse.decide import NeighbourChooser, Semantic
 from llmcache.reuse.draft import Draft
-from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model, may_answer
+from llmcache.reuse.drafters import Drafter, GraphDrafter, ModelDrafter, check_model, try_head
 from llmcache.reuse.fingerprint import LearnedFingerprint
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import SearchCost
@@ -97,9 +97,9 @@ class Calibrator:
         sources = Sources(AutoIndex, wrapped.keeps_tokens)
         bank.watch(sources.remove)
         chooser = NeighbourChooser(sources, answers, _make_gate(trunk, config, wrapped.tokenizer))
-        #: Whether logits answer for the whole model. All that its head computes by is in its digest then.
-        self._may_answer = not answers.reads_payload and may_answer(model, trunk, wrapped.read)
-        self._head = Weights(model, trunk.module, has_values=self._may_answer)
+        is_steady, may_answer = try_head(model, trunk, wrapped.read)
+        self._head = Weights(model, trunk.module, has_values=is_steady)
+        self._may_answer = may_answer and not answers.reads_payload  # logits, for the whole model
         semantic = Semantic(bank, sources, fingerprint, chooser, self._head, counters)
         draft = None
         if config.draft is not None:

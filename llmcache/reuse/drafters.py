@@ -254,13 +254,14 @@ def _mixes_rows(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
 
 
 @torch.inference_mode()
-def may_answer(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
-    """Whether logits may answer for a whole model, by a trial with made-up tokens.
+def try_head(model: nn.Module, trunk: Trunk, read: Reading) -> tuple[bool, bool]:
+    """Return whether a head notes nothing in its attributes, and if logits may answer for the whole model.
 
-    They are all of its output and the same each time, rows are not mixed, and the head notes nothing in its attributes.
+    In a trial they must be all of its output, the same each time, and its rows not mixed.
     """
-    if read is not read_logits or takes_dict(model):
-        return False
+    if takes_dict(model):
+        return False, False
+    is_steady = False
     try:
         replicas, forward = make_replicas(model), Arguments(model.forward)
         head = Weights(replicas[model], without=replicas[trunk.module])
@@ -270,10 +271,12 @@ def may_answer(model: nn.Module, trunk: Trunk, read: Reading) -> bool:
             inputs["use_cache"] = False
         before = head.digest()
         one, other = (_run(replicas[model], False, names_of(model.forward), inputs) for _ in range(2))
-        is_alone = len(fields_of(one)) == 1 and torch.equal(read(one), read(other))
-        return is_alone and head.digest() == before and not _mixes_rows(model, trunk, read)
+        is_steady = head.digest() == before
+        if not is_steady or read is not read_logits or len(fields_of(one)) > 1:
+            return is_steady, False
+        return True, torch.equal(read(one), read(other)) and not _mixes_rows(model, trunk, read)
     except Exception:  # a model may raise anything, and its head may take one row at a time
-        return False
+        return is_steady, False
 
 
 def _run(model: nn.Module, is_dict: bool, names: Collection[str] | None, inputs: Mapping[str, Any]) -> Any:
