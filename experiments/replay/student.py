@@ -116,7 +116,7 @@ class Student:
     def _look(self, case: Observation) -> tuple[Observation, list[float]]:
         """Return the example of the answer favoured by a request's forecast, and features of its lead (F,)."""
         (forecast,) = self._fingerprint.project([case.tokens])[1]
-        closeness = self._answers.closeness(forecast, self._signatures)
+        closeness = np.array(self._answers.closeness(forecast, self._signatures))
         first = int(closeness.argmax())
         rivals = closeness - closeness[first]
         rivals[first] = -_FAR
