@@ -406,11 +406,11 @@ class ModelForward(Swap):
         try:
             output = self.original(*within.args, **within.kwargs)
         except Answered:
-            if not within.is_answered:  # a model within this one
+            if not within.is_answered:  # that of another model
                 raise
         if not within.is_answered:
             return output
-        (call,), form = within.calls, within.form
+        call, form = within.calls[0], within.form
         assert form is not None
         return form.fill([call.hits[row.number].logits for row in call.rows])
 
