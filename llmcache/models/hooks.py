@@ -309,15 +309,13 @@ class Form(NamedTuple):
     head: str  # digest of the weights outside the trunk
     call: tuple[Any, ...]  # `kind` of the trunk's call
     kind: type  # class of the output
-    name: Any  # of the logits, in an output with names
+    name: Any  # of the logits, as of `packing.parts_of`
     logits: Tensor  # (0, C): their dtype and device
 
     def fill(self, rows: Sequence[Any]) -> Any:
         """Return an output of this form with logits (C,) of B rows, in a new tensor."""
         logits = torch.from_numpy(np.array(rows)).to(self.logits)
-        if self.kind is Tensor:
-            return logits
-        return self.kind((logits,)) if self.kind in (tuple, list) else make_output(self.kind, {self.name: logits})
+        return make_output(self.kind, {self.name: logits})
 
 
 @dataclass(slots=True, eq=False)

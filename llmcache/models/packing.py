@@ -323,15 +323,15 @@ class Packing:
             else:
                 whole = torch.stack([*own])
             joined.append(whole if order is None else torch.cat([whole, computed[place]])[order])
-        if self.kind in (tuple, list):
-            return self.kind(joined)
-        if self.kind is Tensor:
-            return joined[0]
         return make_output(self.kind, {field.name: value for field, value in zip(self.fields, joined, strict=True)})
 
 
-def make_output(kind: type, values: Mapping[str, Tensor]) -> Any:
-    """Return a model output with these fields; its other fields are None."""
+def make_output(kind: type, values: Mapping[Any, Tensor]) -> Any:
+    """Return an output with these parts, by name or index as of `parts_of`; other fields of a class are None."""
+    if kind is Tensor:
+        return next(iter(values.values()))
+    if kind in (tuple, list):
+        return kind(values.values())
     if (defaults := _defaults_of(kind)) is None:
         return kind(**values)
     # The same as its constructor, which loops over all fields of the class for each of them.

@@ -180,11 +180,10 @@ class Draft:
             return
         call.calibration = calibration
         for number, proposal in found.items():
-            risk = self._risk(proposal.output)
-            if number not in call.choices:
-                call.choices[number] = Choice(None, None, risk, risk)
-                call.forecasts[number] = proposal.output
-            if risk > limit:
+            choice = self.choice(proposal.output)
+            call.choices.setdefault(number, choice)
+            call.forecasts.setdefault(number, proposal.output)
+            if (risk := choice.risk) > limit:
                 continue
             fields: Fields = ()
             if drafter.makes_states:

@@ -385,7 +385,7 @@ class CalibratedReuse:
         sources = []
         records = unpack(meta["sources"], {name: tensor for name, tensor in tensors.items() if "/" in name})
         for (own, (key, scope, layout, ids, length)), answer in zip(records, arrays["answers"], strict=True):
-            held = {} if key in gone else dict(own)
+            held = {} if key in gone else own
             logits = held.pop("logits", None)
             entry = Entry.of(key, Scope(*scope), held, layout)
             output = None if logits is None else logits.numpy()
