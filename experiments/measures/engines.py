@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -49,6 +50,7 @@ EAGER, ONNX, INT8, SEMANTIC = "eager", "onnxruntime", "int8", "semantic"
 EXACT, REUSE, DRAFT, ALL = "exact", "reuse", "draft", "all"
 WAYS = (EAGER, ONNX, INT8, SEMANTIC, EXACT, REUSE, DRAFT, ALL)
 MEGABYTE = 1e6
+DENSE = 500  # first requests, of which the audit draws more
 
 
 class Engines(LearningExperiment):
@@ -98,7 +100,11 @@ class Way(harness.Way):
     def take(self, calls: Sequence[Call], number: int, what: str) -> None:
         self.passes.append(self.go(calls, number, f"{what}: {self.name}"))
         if not self.told:
-            self.told = {"cache_mb": self.nbytes / MEGABYTE, **_told(self.cache)}
+            self.told = {"cache_mb": self.nbytes / MEGABYTE, **_told(self.cache), "audit_share": self.audit_share()}
+
+    def audit_share(self) -> float | None:
+        """Return the audit's share of the time of the latest pass, after its denser beginning; None without an audit."""
+        return None
 
 
 class Cached(Way):
@@ -108,8 +114,25 @@ class Cached(Way):
         super().__init__(name, asking(server.stream, server.cache.model), weights, server.cache)
         self.max_drop = None if target is None else target.max_drop
         self._server, self._target = server, target
+        self._steady: tuple[float, float] | None = None  # time and ms of recomputing when the beginning was over
+
+    def served(self, call: Call) -> list[str]:
+        if self._steady is None and call.first >= DENSE:
+            self._steady = perf_counter(), self._recomputing_ms()
+        return super().served(call)
+
+    def audit_share(self) -> float | None:
+        if self._target is None or self._steady is None:
+            return None
+        began, before_ms = self._steady
+        return (self._recomputing_ms() - before_ms) / 1e3 / (perf_counter() - began)
+
+    def _recomputing_ms(self) -> float:
+        audit = self._server.cache.stats().audit
+        return 0.0 if audit is None else audit.recomputing_ms
 
     def begin(self) -> None:
+        self._steady = None
         with no_sources(self._server.cache) if self.name == DRAFT else nullcontext():
             self._server.begin(self._target)
 
@@ -232,7 +255,7 @@ def run(experiment: Engines, folders: Folders) -> Outcome:
 
 SHOWN = (
     *("threads", "way", "max_drop", "ms", "speedup", "speedup_min", "speedup_max", "times_onnx", "per_s", "hit_rate"),
-    *("changed_answers", "bound", "accuracy", "weights_mb", "cache_mb", "rungs"),
+    *("changed_answers", "bound", "accuracy", "weights_mb", "cache_mb", "rungs", "audit_share"),
 )
 
 
