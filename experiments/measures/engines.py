@@ -103,7 +103,7 @@ class Way(harness.Way):
             self.told = {"cache_mb": self.nbytes / MEGABYTE, **_told(self.cache), "audit_share": self.audit_share()}
 
     def audit_share(self) -> float | None:
-        """Return the audit's share of the time of the latest pass, after its denser beginning; None without an audit."""
+        """Return the audit's share of the latest pass, after its denser beginning; None without an audit."""
         return None
 
 

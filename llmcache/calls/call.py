@@ -52,6 +52,7 @@ from llmcache.reuse.call import Bypass, Call, Hit, Path, Rung, count_tokens
 from llmcache.reuse.draft import Draft
 from llmcache.reuse.observation import Observation
 from llmcache.reuse.search_cost import SearchCost
+from llmcache.support.threads import HEAD_PRODUCTS
 
 _MOST_SCOPES = 256  # scopes kept for each state of the trunk
 
@@ -406,6 +407,8 @@ class CachedForward(Swap, ContextFlags):
                 is_answered, output = within is not None and within.answer_by(call), None
                 if not is_answered:
                     output = self._pass(call) if isinstance(call, Bypass) else call.path.answer(call)
+                    if not isinstance(call, Bypass) and call.engine.holds_weights:
+                        HEAD_PRODUCTS.narrow()  # those of the head, which runs next
             except BaseException:
                 self.withdraw(call)
                 if not is_collecting:

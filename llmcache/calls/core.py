@@ -32,7 +32,17 @@ from llmcache.memory.stores.seal import SECRET, Seal
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import Trunk, device_of, find_others
 from llmcache.models.callables import CallableTrunk
-from llmcache.models.hooks import HeadSwap, Installed, Listener, LogitsSwap, Passed, Swap, find_lm_head, find_logits
+from llmcache.models.hooks import (
+    GraphedModel,
+    HeadSwap,
+    Installed,
+    Listener,
+    LogitsSwap,
+    Passed,
+    Swap,
+    find_lm_head,
+    find_logits,
+)
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Payload
 from llmcache.models.sentences import SentenceSwap
@@ -93,6 +103,8 @@ class Core:
                 swap = SentenceSwap(head.pooled.parent, self.forward, self.forward.pooled)
                 self.installed.add(swap.remove)
             pass_others(model, trunk, self.forward, self.installed)
+            if config.engine.name != "eager" and model is not trunk.module:
+                self.installed.add(GraphedModel(model, self.forward).remove)
             self.build_engine()
             if config.learn is not None or config.share_calibration:
                 self.learn()

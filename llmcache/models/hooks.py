@@ -32,6 +32,7 @@ from llmcache.models.arguments import Arguments, takes_dict
 from llmcache.models.packing import make_output
 from llmcache.models.packing import parts_of as fields_of
 from llmcache.models.tuners import is_activation
+from llmcache.support.threads import HEAD_PRODUCTS
 
 logger = logging.getLogger("llmcache")
 
@@ -299,6 +300,19 @@ class HeadSwap(Swap):
             self._equal.set(None)
 
 
+class GraphedModel(Swap):
+    """Replaces the forward of a model whose trunk may be computed by a graph; see `HeadProducts`."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        is_within = HEAD_PRODUCTS.begin()
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            HEAD_PRODUCTS.end(is_within)
+
+
 class Answered(BaseException):
     """Leaves the forward of a model from within its trunk, since `ModelCall.is_answered`."""
 
@@ -361,7 +375,7 @@ class ModelForward(Swap):
         super().__init__(model, listener)
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
-        self._is_spared = is_spared and not self.had_own_forward
+        self._is_spared = is_spared and not _swaps_of(self)[-1].had_own_forward
         self._form: Form | None = None  # of the latest call that could be spared
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

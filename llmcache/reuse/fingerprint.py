@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from llmcache.support.arrays import Doubles, Floats, Ids, product
-from llmcache.support.threads import forkable
+from llmcache.support.threads import as_before, forkable, one_thread
 
 Lookup = Callable[[Ids], Floats]
 
@@ -86,7 +86,12 @@ class LearnedFingerprint:
         """
         if self._fitted is None:
             raise RuntimeError("call fit() first")
-        return self._fitted(requests)
+        before = one_thread()  # these products are small
+        try:
+            return self._fitted(requests)
+        finally:
+            if before >= 0:
+                as_before(before)
 
     def state(self) -> dict[str, Floats]:
         return {} if self._fitted is None else dict(self._fitted.learned)

@@ -1,15 +1,18 @@
-"""Background threads of the library, and how threads and locks survive a fork.
+"""Background threads of the library, threads of products, and how threads and locks survive a fork.
 
 A forked process has one thread. A lock that another thread held stays locked there for ever, and connections and pipes
 are shared with the parent. So before a fork the forking thread acquires the locks that guard data, which is then
 consistent in the child as well. In the child locks are reset, and owners of threads, pipes or connections drop them.
 """
 
+import ctypes
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -35,6 +38,61 @@ def compute_alone() -> None:
     with suppress(RuntimeError):  # the interpreter is shutting down and starts no threads
         others.start()
         others.join()
+
+
+def one_thread() -> int:
+    """Have MKL's products of the calling thread take one thread; return the number for `as_before`.
+
+    Its other threads spin for some milliseconds after each product, even of one row, and hold up those of ONNX Runtime,
+    whose next graph then takes twice its time.
+    """
+    choose = _find_mkl()
+    return -1 if choose is None or torch.get_num_threads() == 1 else choose(1)
+
+
+def as_before(n_threads: int) -> None:
+    """Undo `one_thread`, which returned `n_threads`."""
+    if n_threads >= 0 and (choose := _find_mkl()) is not None:
+        choose(n_threads)
+
+
+class HeadProducts(threading.local):
+    """Has the products of a model's head take `one_thread`, where a graph computed its trunk. By calling thread."""
+
+    _is_within, _before = False, -1
+
+    def begin(self) -> bool:
+        """Begin the forward of a model; return whether it runs within that of another one."""
+        is_within, self._is_within = self._is_within, True
+        return is_within
+
+    def narrow(self) -> None:
+        """Take one thread until the forward of the model ends."""
+        if self._is_within and self._before < 0:
+            self._before = one_thread()
+
+    def end(self, is_within: bool) -> None:
+        """End a forward; `is_within` is what `begin` returned."""
+        self._is_within = is_within
+        if not is_within:
+            as_before(self._before)
+            self._before = -1
+
+
+HEAD_PRODUCTS = HeadProducts()
+
+
+@cache
+def _find_mkl() -> Callable[[int], int] | None:
+    """Return MKL's function that sets the calling thread's number of threads, and returns the one before; 0: default.
+
+    None if torch was built without MKL, or does not show it.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.PyDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        found: Callable[[int], int] = library.MKL_Set_Num_Threads_Local
+        return found
+    return None
 
 
 def forkable(lock: _T, is_waited_for: bool = True) -> _T:

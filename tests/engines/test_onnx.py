@@ -1,8 +1,10 @@
 """`engine="onnxruntime"`: graphs that are exported, kept and compared, and calls that they do not cover."""
 
+import ctypes
 import functools
 import logging
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from torch import nn
 from llmcache import CacheConfig, CalibrationError, ConfigError, LLMCache, WrapError
 from llmcache.engines import onnx
 from llmcache.models import causal, causal_trial
+from llmcache.support import threads
 from tests.contract.models import fresh, plain
-from tests.contract.streams import ask, batched, classifier, requests
+from tests.contract.streams import ask, batched, calibrated, classifier, requests
 from tests.contract.test_heads import Around
 from tests.engines.support import agree, figures
 from tests.forks import in_child, needs_fork
@@ -280,6 +283,65 @@ def test_a_forked_process_and_each_number_of_threads_have_a_session_of_their_own
         return figures(cache).n_requests, len(sessions)
 
     assert in_child(compute) == (3, 3)
+
+
+@pytest.fixture
+def n_products() -> Iterator[Callable[[], int]]:
+    """Returns how many threads a product of MKL would take now; torch has two."""
+    if threads._find_mkl() is None:
+        pytest.skip("torch has no MKL")
+    library = ctypes.PyDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield library.MKL_Get_Max_Threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_products_of_a_head_take_one_thread_after_a_graph_and_no_others(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch, n_products: Callable[[], int]
+) -> None:
+    cache, seen, linear = wrap(), [], nn.functional.linear
+
+    def see(states: Any, weight: Any, bias: Any = None) -> Any:
+        seen.append((len(weight) == cache.model.config.num_labels, n_products()))
+        return linear(states, weight, bias)
+
+    cache(**padded([4], seed=2))  # the first call tries the head
+    monkeypatch.setattr(nn.functional, "linear", see)
+    inputs = padded([6])
+    for _ in range(2):  # computed by the graph; an exact hit
+        cache(**inputs)
+        assert seen == [(True, 1)] and n_products() == 2
+        seen.clear()
+    with torch.inference_mode():
+        cache.model.bert(**padded([5], seed=1))  # without its head
+    assert not seen and n_products() == 2
+    cache(**inputs, position_ids=torch.arange(6)[None])  # the trunk runs eagerly, and so does its head
+    assert {n for _, n in seen} == {2}
+    seen.clear()
+    monkeypatch.setattr(cache.model.classifier, "forward", fail("the head"))
+    with pytest.raises(RuntimeError, match="the head"):
+        cache(**inputs)
+    assert n_products() == 2
+    cache.unwrap()
+    assert "forward" not in vars(cache.model)
+
+
+def test_products_of_a_fingerprint_take_one_thread(
+    monkeypatch: pytest.MonkeyPatch, n_products: Callable[[], int]
+) -> None:
+    seen, addmm = [], torch.addmm
+
+    def see(*given: Any, **more: Any) -> Any:
+        seen.append(n_products())
+        return addmm(*given, **more)
+
+    with calibrated() as cache:
+        monkeypatch.setattr(torch, "addmm", see)
+        ask(cache, requests(3, seed=5)[0])
+    assert {*seen} == {1} and n_products() == 2
 
 
 # -- saves and calibrations --------------------------------------------------------------------------------------------
