@@ -130,6 +130,7 @@ ENGINES: Mapping[str, Cell] = {
     "weights, MB": of(number, "weights_mb", 0),
     "cache, MB": of(number, "cache_mb"),
     "rungs": lambda row: row["rungs"] or "",
+    "audit": lambda row: percent(row.get("audit_share")),
 }
 ENGINES_BERT: Mapping[str, Cell] = {
     "tokens": lambda row: number(row["run"].metrics["mean_tokens"], 0),
