@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from llmcache.support.arrays import Doubles, Floats, Ids, product
-from llmcache.support.threads import as_before, forkable, one_thread
+from llmcache.support.threads import forkable, limit_products
 
 Lookup = Callable[[Ids], Floats]
 
@@ -86,12 +86,11 @@ class LearnedFingerprint:
         """
         if self._fitted is None:
             raise RuntimeError("call fit() first")
-        before = one_thread()  # these products are small
+        before = limit_products(1)  # they are small
         try:
             return self._fitted(requests)
         finally:
-            if before >= 0:
-                as_before(before)
+            limit_products(before)
 
     def state(self) -> dict[str, Floats]:
         return {} if self._fitted is None else dict(self._fitted.learned)

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -40,26 +39,24 @@ def compute_alone() -> None:
         others.join()
 
 
-def one_thread() -> int:
-    """Have MKL's products of the calling thread take one thread; return the number for `as_before`.
-
-    Its other threads spin for some milliseconds after each product, even of one row, and hold up those of ONNX Runtime,
-    whose next graph then takes twice its time.
-    """
-    choose = _find_mkl()
-    return -1 if choose is None or torch.get_num_threads() == 1 else choose(1)
+def _find_mkl() -> Callable[[int], int]:
+    with suppress(OSError, AttributeError):
+        library = ctypes.PyDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        found: Callable[[int], int] = library.MKL_Set_Num_Threads_Local
+        return found
+    return lambda n: 0  # torch was built without MKL, or does not show it
 
 
-def as_before(n_threads: int) -> None:
-    """Undo `one_thread`, which returned `n_threads`."""
-    if n_threads >= 0 and (choose := _find_mkl()) is not None:
-        choose(n_threads)
+#: `n -> before`: sets how many threads MKL's products of the calling thread take; 0: as many as of the process. Beside
+#: ONNX Runtime they take one: others spin for milliseconds after each, even of one row, and hold up its threads.
+limit_products = _find_mkl()
 
 
 class HeadProducts(threading.local):
-    """Has the products of a model's head take `one_thread`, where a graph computed its trunk. By calling thread."""
+    """Has the products of a model's head take one thread, where a graph computed its trunk. By calling thread."""
 
-    _is_within, _before = False, -1
+    _is_within = False
+    _before: int | None = None
 
     def begin(self) -> bool:
         """Begin the forward of a model; return whether it runs within that of another one."""
@@ -68,31 +65,18 @@ class HeadProducts(threading.local):
 
     def narrow(self) -> None:
         """Take one thread until the forward of the model ends."""
-        if self._is_within and self._before < 0:
-            self._before = one_thread()
+        if self._is_within and self._before is None:
+            self._before = limit_products(1)
 
     def end(self, is_within: bool) -> None:
         """End a forward; `is_within` is what `begin` returned."""
         self._is_within = is_within
-        if not is_within:
-            as_before(self._before)
-            self._before = -1
+        if not is_within and self._before is not None:
+            limit_products(self._before)
+            self._before = None
 
 
 HEAD_PRODUCTS = HeadProducts()
-
-
-@cache
-def _find_mkl() -> Callable[[int], int] | None:
-    """Return MKL's function that sets the calling thread's number of threads, and returns the one before; 0: default.
-
-    None if torch was built without MKL, or does not show it.
-    """
-    with suppress(OSError, AttributeError):
-        library = ctypes.PyDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-        found: Callable[[int], int] = library.MKL_Set_Num_Threads_Local
-        return found
-    return None
 
 
 def forkable(lock: _T, is_waited_for: bool = True) -> _T:
