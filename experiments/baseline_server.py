@@ -24,7 +24,8 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 from experiments.models.heads import PooledClassifier
-from experiments.models.onnx import OnnxModel, export, quantise
+from experiments.models.onnx import OnnxModel, export
+from llmcache.lab import quantise
 
 
 class Predict(BaseModel):

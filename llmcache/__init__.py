@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmcache.support.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from llmcache.advice.advice import Advice, Way
     from llmcache.cache import LLMCache
     from llmcache.config import CacheConfig
     from llmcache.errors import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 # Where public names live. Imported on first use: `import llmcache` alone must not pay for torch.
 _NAMES = {
+    "advice.advice": ("Advice", "Way"),
     "paper.codecs": ("CODECS", "Codec"),
     "memory.stores": ("STORES", "Store"),
     "cache": ("LLMCache",),
@@ -69,6 +71,7 @@ __all__ = [
     "POLICIES",
     "STORES",
     "Adapter",
+    "Advice",
     "AuditStats",
     "BankFileError",
     "CacheConfig",
@@ -95,6 +98,7 @@ __all__ = [
     "UnsafeReuseError",
     "UnsupportedModelError",
     "View",
+    "Way",
     "WrapError",
     "register_adapter",
 ]

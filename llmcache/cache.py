@@ -10,6 +10,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
+from llmcache.advice.advice import Advice
+from llmcache.advice.decoder import DecoderTrial
+from llmcache.advice.encoder import MAX_DROPS, EncoderTrial
+from llmcache.advice.trial import Trial
 from llmcache.calls.calibrator import make_claim
 from llmcache.calls.chunks import Chunks
 from llmcache.calls.core import Core
@@ -221,7 +225,7 @@ class LLMCache:
 
         Args:
             requests: Tokenised inputs of the model, each with one or more requests; or texts, if `wrap` was given the
-                tokenizer. Texts are not truncated. Requests must be drawn like those to come: the bound is for them.
+                tokenizer, cut as in calls. Requests must be drawn like those to come: the bound is for them.
             labels: The correct answer of each request, in order: a class number, or its name in the model's config.
             max_drop: Largest loss, a fraction of 1; None: as in the settings.
             delta: Probability that the loss is larger all the same, over 0, under 1; None: as in the settings.
@@ -261,6 +265,42 @@ class LLMCache:
             WrapError: The cache was unwrapped.
         """
         return self._core.learn().observe(requests, labels)
+
+    def advise(
+        self,
+        requests: Requests,
+        *,
+        max_drop: float | None = None,
+        max_drops: Sequence[float] = MAX_DROPS,
+        seconds: float = 20.0,
+        on_way: Callable[[Advice], object] | None = None,
+    ) -> Advice:
+        """Replay requests by each way to answer them, and recommend one; this cache is left as it is.
+
+        Ways of an encoder: the model alone, ONNX Runtime in float32 and int8 without a cache, exact repeats, and
+        calibrated reuse, with an int8 draft if the extra `onnx` is installed. Of a session: itself, an int8 copy of its
+        file, and both kinds of reuse. Of a decoder: its prompts alone and with stored prefixes, one by one and eight a
+        call. The first half of the requests, or as many as `max_drop` needs, is learned from. Other caches are made for
+        the trial, with this one's settings and a memory of their own.
+
+        Args:
+            requests: As for `calibrate`, in the order of arrival, at least 200; for a decoder as for `prefill`.
+            max_drop: Largest share of answers that the recommended way may change; None: as in the settings.
+            max_drops: Shares for which calibrated reuse is tried.
+            seconds: Of the second half, as many requests are served as the model alone answers in this time.
+            on_way: Called with the advice so far after each way.
+
+        Raises:
+            ConfigError: There are fewer than 200 requests, most of their tokens are unknown to the tokenizer, or the
+                model's answers cannot be compared.
+            CalibrationError: A request is not valid.
+            WrapError: The cache was unwrapped.
+        """
+        core, drop = self._installed_core, self.config.max_drop if max_drop is None else max_drop
+        about = core, self.config, list(requests), drop, seconds
+        is_decoder = core.trunk.makes_kv and core.wrapped.head.reads == "tokens"
+        trial: Trial = DecoderTrial(*about) if is_decoder else EncoderTrial(*about, max_drops)
+        return trial.advise(on_way)
 
     @property
     def calibrated(self) -> CalibratedReuse | None:

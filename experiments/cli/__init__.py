@@ -6,12 +6,11 @@ Each is a function that parses, calls the experiments and prints.
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from experiments.cli import bench, calibrate, demo, prepare, runs
+from experiments.cli import bench, demo, prepare, runs
 
 COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "demo": demo.command,
     "prepare": prepare.command,
-    "calibrate": calibrate.command,
     "run": runs.run,
     "sweep": runs.sweep,
     "report": runs.report,

@@ -38,13 +38,13 @@ from experiments.measures.learning import LearningExperiment
 from experiments.measures.service import Server
 from experiments.methods.responses import SemanticResponse
 from experiments.metrics.metrics import figures_of
-from experiments.models.onnx import OnnxModel, export, quantise
+from experiments.models.onnx import OnnxModel, export
 from experiments.support.files import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import ConfigError, LLMCache
-from llmcache.lab import MINILM, RiskTarget
+from llmcache.lab import MINILM, RiskTarget, quantise
 
 EAGER, ONNX, INT8, SEMANTIC = "eager", "onnxruntime", "int8", "semantic"
 EXACT, REUSE, DRAFT, ALL = "exact", "reuse", "draft", "all"

@@ -4,15 +4,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from experiments.measures.base import CacheExperiment, Experiment
-from experiments.methods.cached import configure
+from experiments.measures.base import CacheExperiment
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.files import Folders
-from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
-from llmcache import CacheConfig, Calibration, CalibrationError, ConfigError, LLMCache
+from llmcache import CacheConfig, CalibrationError, ConfigError
 from llmcache.lab import Growth, RiskTarget, check_size
 
 
@@ -53,30 +51,3 @@ class LearningExperiment(CacheExperiment):
     def rehearse(self, folders: Folders) -> Rehearsal:
         """Build the task and observe it once; see `stream`."""
         return Rehearsal(self.stream(folders), self.cache)
-
-
-def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:
-    """Wrap the model of an experiment that learns, and calibrate it for each of `max_drops`, in order."""
-    # The returned cache serves with the last calibration.
-    if not isinstance(experiment, LearningExperiment):
-        raise ConfigError(
-            f"measure: {experiment.measure!r} learns from no requests; give the file of one that does: "
-            "configs/trust_banking77.yaml, for instance"
-        )
-    if "max_drop" in experiment.cache:
-        raise ConfigError(
-            f"cache.max_drop={experiment.cache['max_drop']}: an experiment asks for the losses in max_drops; give "
-            f"max_drops=[{experiment.cache['max_drop']}] in its place"
-        )
-    drops, settings = experiment.max_drops, experiment.config
-    n = min(experiment.learn, experiment.task.limit or experiment.learn)
-    check_size(n, min(drops), settings.delta)  # before minutes of computing
-    workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
-    # The cache may be saved for serving, so its settings name the target of its calibration.
-    config = configure(workload, {"auto_bypass": True, **experiment.cache, "max_drop": drops[-1]})
-    cache = LLMCache.wrap(workload.module, config=config, tokenizer=workload.tokenizer)
-    requests = tracked(workload.requests, "Calibrating")
-    observed = cache.observe(request.inputs for request in requests)
-    assert cache.calibrated is not None
-    claims = [experiment.risk_target(drop, settings.sources) for drop in drops]
-    return cache, [cache.calibrated.calibrate(observed, claim) for claim in claims]

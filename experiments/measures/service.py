@@ -31,7 +31,7 @@ from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, is_hit, twin
 from experiments.methods.cached import configure
 from experiments.metrics.metrics import figures_of, percentiles
-from experiments.replay.rehearsal import empty, time_alone
+from experiments.replay.rehearsal import empty
 from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Request, Workload
@@ -71,8 +71,6 @@ class Server:
         self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
         first = [request.inputs for request in workload.requests[:learn]]
         self._observed: list[Observation] = self.cache.observe(first) if first else []
-        if first:
-            time_alone(self.cache, workload.requests[:learn])
 
     def begin(self, risk_target: RiskTarget | None) -> None:
         empty(self.cache, self._observed)

@@ -64,31 +64,6 @@ def export(module: nn.Module, inputs: Inputs, path: Path) -> Path:
     return path
 
 
-def quantise(graph: Path, path: Path) -> Path:
-    """Write a float32 graph with dynamic int8 products, one scale for each column of the weights; return its path.
-
-    The product that gives the output, the head's, stays in float32: few columns, and many answers.
-    """
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    made = onnx.load(graph).graph
-    last = {one.name for one in made.output}
-    with _quiet():
-        quantize_dynamic(
-            graph,
-            path,
-            per_channel=True,
-            nodes_to_exclude=[
-                f"{node.name}{end}" for node in made.node if last & set(node.output) for end in ("", "_MatMul")
-            ],
-            weight_type=QuantType.QInt8,
-            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
-            reduce_range=not torch.cpu._is_vnni_supported(),  # else sums of products saturate
-        )
-    return path
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings, and the exporter's remarks on packages that it does not need."""

@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.support.progress import tracked
-from experiments.tasks.workload import Answer, Request, Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.lab import CalibratedReuse, Found, Observation
-
-N_TIMED = 16  # requests that a calibration times alone
 
 
 class Rehearsal:
@@ -30,7 +28,6 @@ class Rehearsal:
         self.workload = workload
         self.cache = self._wrap(options)
         requests = workload.requests
-        time_alone(self.cache, requests)
         inputs = (request.inputs for request in tracked(requests, "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
         assert self.cache.calibrated is not None
@@ -62,15 +59,6 @@ class Rehearsal:
             self.answers[i] if key is None else self.workload.answer(self.outputs[self._number[key]], i)
             for i, key in enumerate(sources, start=first)
         ]
-
-
-def time_alone(cache: LLMCache, requests: Sequence[Request]) -> None:
-    """Time some requests in calls of their own, if there is a draft: calibrations from observations weigh rungs so."""
-    if cache.config.draft is None:
-        return
-    seconds = [cache.observe([request.inputs])[0].seconds for request in requests[:N_TIMED]]
-    assert cache.calibrated is not None
-    cache.calibrated.fitter.model_s = float(np.median(seconds))
 
 
 def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:

@@ -135,15 +135,30 @@ class Calibrator:
             # The first answer alone shows some errors: raise them before computing the rest takes minutes.
             first = collect(self._compute, self._observer, inputs[:1], is_learned_from=True)
             reuse.calibrated.check(first[0], known, risk_target)
-            observed = self._observe_all(inputs)
-            if reuse.draft is not None:  # rungs are weighed by times of single calls
-                alone = [collect(self._compute, self._observer, [request])[0].seconds for request in inputs[:N_TIMED]]
-                reuse.calibrated.fitter.model_s = median(alone)
+            return self.choose(_labelled(self._observe_all(inputs), known), risk_target)
+
+    def choose(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
+        """Calibrate on requests that were observed."""
+        reuse = self.reuse
+        with self._lock:
             with reuse.held():  # no purge in between
-                made = reuse.calibrated.calibrate(reuse.calibrated.remaining(_labelled(observed, known)), risk_target)
+                made = reuse.calibrated.calibrate(reuse.calibrated.remaining(observed), risk_target)
             if reuse.sharing is not None:
                 reuse.sharing.settle()
             return made
+
+    @property
+    def head(self) -> str:
+        """Digest of the weights outside the trunk, if logits answer for the whole model.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        if not self._may_answer:
+            raise ConfigError(
+                "no graph can be made of the whole model: its head returns more than logits, or mixes rows"
+            )
+        return self._head.digest()
 
     def _tokenised(self, requests: Requests) -> list[Mapping[str, Any]]:
         """Return the model's inputs for each request. If rows of a call affect each other, none is batched."""
@@ -159,6 +174,9 @@ class Calibrator:
         if engine := self._forward.engine.name:  # what it changes counts
             for case, own in zip(observed, self._observe(inputs, engine), strict=True):
                 case.own = own
+        if self.reuse.draft is not None:  # rungs are weighed by times of single calls
+            alone = [collect(self._compute, self._observer, [request])[0].seconds for request in inputs[:N_TIMED]]
+            self.reuse.calibrated.fitter.model_s = median(alone)
         return observed
 
     def _observe(self, inputs: Sequence[Mapping[str, Any]], engine: str = "") -> list[Observation]:

@@ -188,6 +188,14 @@ class Core:
         about = of.trunk, of.weights, of.coupling, of.causality
         return AnswerTwin(of.model, *about, of.read, head) if head else GraphTwin(*about)
 
+    def make_answer_graph(self, precision: Precision) -> OnnxGraph:
+        """Return a graph of the whole model, which returns logits; the exporter may raise anything.
+
+        Raises:
+            ConfigError: The head cannot be part of a graph, or a setting rules out a calibration.
+        """
+        return self._make_onnx(precision, self.learn().head)
+
     def _make_onnx(self, precision: Precision, head: str = "") -> OnnxGraph:
         return OnnxGraph(self._make_twin(head), self.forward.eager, self.wrapped.config.engine.folder, precision)
 

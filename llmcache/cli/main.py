@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeAlias
 import typer
 
 from llmcache import __version__
-from llmcache.cli import generate, info, keys, repl, serve
+from llmcache.cli import advise, calibrate, generate, info, keys, repl, serve
 from llmcache.errors import LLMCacheError
 
 Commands: TypeAlias = Mapping[str, Callable[..., None]]
@@ -28,6 +28,8 @@ GROUPS: Final[Mapping[str, str]] = {
 
 #: Commands of the library; a name of two words is a group and its command.
 OWN: Final[Commands] = {
+    "advise": advise.command,
+    "calibrate": calibrate.command,
     "generate": generate.command,
     "repl": repl.command,
     "serve": serve.command,

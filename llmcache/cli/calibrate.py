@@ -1,0 +1,52 @@
+"""`llmcache calibrate`: learn from a log in a process of its own, and save the calibrated cache for serving."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmcache.cli.log_file import Column, Log, read_log
+from llmcache.cli.options import ModelsDir
+
+
+def command(
+    *,
+    model: Annotated[str, typer.Option(help="'minilm' (packaged), a folder, or a name on the hub.")],
+    log: Log,
+    out: Annotated[Path, typer.Option(metavar="SAVE", file_okay=False, help="Folder to save the calibrated cache to.")],
+    column: Column = None,
+    max_drop: Annotated[float | None, typer.Option(help="Largest share of answers that may change.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="YAML file with the cache's settings.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What computes misses: eager, onnxruntime or auto; overrides --config.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="int8: also serve an int8 copy's answers, within the bound; overrides --config.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Calibrate on a log, print the bound, and save: serve it with `llmcache serve --save SAVE`, or `LLMCache.load`.
+
+    Nothing is saved, and the exit status is 1, if no reuse keeps within --max-drop.
+    """
+    requests = read_log(log, column)
+    import torch
+
+    from llmcache import CacheConfig, LLMCache
+    from llmcache.serving.loading import load_served
+
+    given = {"max_drop": max_drop, "engine": engine, "draft": draft}
+    settings = CacheConfig.make(config, **{name: one for name, one in given.items() if one is not None})
+    if threads is not None:
+        torch.set_num_threads(threads)
+    served = load_served(model, models_dir)
+    cache = LLMCache.wrap(served.model, config=settings, tokenizer=served.tokenizer, answer_of=served.answer_of)
+    made = cache.calibrate(requests)
+    typer.echo(str(made))
+    if made.chosen is None:
+        raise typer.Exit(1)
+    cache.save(out)
+    typer.echo(f"saved: llmcache serve --model {model} --save {out}")
