@@ -163,6 +163,14 @@ class TierStats:
     n_evicted: int | None
 
 
+_FIRST = ("n_requests", "hit_rate", "hits", "saved_ms", "token_hit_rate", "n_saved_tokens", "audit")
+#: By layer, or of use with `tau` alone.
+_LAST = frozenset(
+    {"hits_by_layer", "reuses_by_layer", "n_layers_skipped", "n_entries", "n_evicted", "n_expelled", "nbytes_by_layer"}
+    | {"max_nbytes_by_layer", "reconstruction_error", "reconstruction_distance"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot. A request is one row; a hit is a request whose output came wholly or partly from the cache.
@@ -280,10 +288,24 @@ class Stats:
         """Number of entries and blocks evicted."""
         return sum(self.n_evicted.values()) + self.n_blocks_evicted
 
+    @property
+    def saved_ms(self) -> float:
+        """Estimate of the time saved: what hits would have taken, at the mean of what was computed, less own time.
+
+        Own time is that of looking up and storing, so it is negative if the cache costs more than it saves. Of a
+        decoder, tokens are counted, else requests.
+        """
+        saved, computed = (
+            (self.n_saved_tokens, self.n_computed_tokens) if self.n_prompt_tokens else (self.n_hits, self.n_misses)
+        )
+        each = self.computing_ms / computed if computed else 0.0
+        return saved * each - self.lookup_ms - self.storing_ms
+
     def __str__(self) -> str:
-        """Return one figure per line, without those that are 0, empty or None."""
-        data = {one.name: getattr(self, one.name) for one in fields(self)} | self._rates()
-        shown = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in data.items() if value)
+        """Return one figure per line, without those that are 0, empty or None: rates first, figures by layer last."""
+        data = {name: getattr(self, name) for name in (*_FIRST, *(one.name for one in fields(self)))} | self._rates()
+        ordered = sorted(data.items(), key=lambda item: item[0] in _LAST)
+        shown = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in ordered if value)
         return "\n".join(f"{name}: {value}" for name, value in shown)
 
     def _repr_html_(self) -> str:
@@ -298,15 +320,19 @@ class Stats:
         )
         tokens = f", {self.token_hit_rate:.1%} of {self.n_prompt_tokens:,} tokens saved" if self.n_prompt_tokens else ""
         audit = "" if self.audit is None else f"<br>{html.escape(str(self.audit))}"
-        figures = f"{self.n_requests:,} requests, {self.hit_rate:.1%} hits{tokens}, {self.held_nbytes / 1e6:,.1f} MB"
+        saved = f", {self.saved_ms / 1e3:,.1f} s saved" if self.n_hits else ""
+        figures = (
+            f"{self.n_requests:,} requests, {self.hit_rate:.1%} hits{saved}{tokens}, {self.held_nbytes / 1e6:,.1f} MB"
+        )
         return (
             f"<p>{figures}{audit}</p>"
             f"<table><tr><th>served by</th><th>requests</th><th>share</th><th></th></tr>{rows}</table>"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, `n_hits`, `n_saved_tokens` and the rates included."""
-        return {**asdict(self), "n_hits": self.n_hits, "n_saved_tokens": self.n_saved_tokens, **self._rates()}
+        """Return plain values for JSON, `n_hits`, `n_saved_tokens`, `saved_ms` and the rates included."""
+        counts = {name: getattr(self, name) for name in ("n_hits", "n_saved_tokens", "saved_ms")}
+        return {**asdict(self), **counts, **self._rates()}
 
     def _rates(self) -> dict[str, float]:
         return {"hit_rate": self.hit_rate, "token_hit_rate": self.token_hit_rate}

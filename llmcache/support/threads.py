@@ -7,10 +7,11 @@ consistent in the child as well. In the child locks are reset, and owners of thr
 
 import ctypes
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import torch
 
 _T = TypeVar("_T")
 _PATIENCE_S = 1.0  # longest wait for locks before a fork
+_TURN_S = 1e-4
 
 _guards: dict[int, weakref.ref[Any]] = {}  # locks that a fork waits for, by identity
 _others: dict[int, weakref.ref[Any]] = {}  # locks, conditions and events that a fork only resets
@@ -149,6 +151,42 @@ def _reset_in_child() -> None:
             one._at_fork_reinit()
     for act in _alive(_in_child):
         act()
+
+
+class ShortTurns:
+    """Has Python's threads take turns of a tenth of a millisecond while a background thread learns beside calls.
+
+    A call takes the interpreter's lock anew after each operation of torch, and waits up to a turn for it: 5 ms by
+    default, some dozen times a call.
+    """
+
+    def __init__(self) -> None:
+        self._lock: AbstractContextManager[Any] = forkable(threading.Lock())
+        self._n_within = 0
+        self._before_s = 0.0
+        at_fork(self._reset)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_within:
+                self._before_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(_TURN_S, self._before_s))
+            self._n_within += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._n_within -= 1
+            if not self._n_within:
+                sys.setswitchinterval(self._before_s)
+
+    def _reset(self) -> None:
+        """Restore in a forked child, in which no thread learns."""
+        if self._n_within:
+            self._n_within = 0
+            sys.setswitchinterval(self._before_s)
+
+
+SHORT_TURNS = ShortTurns()
 
 
 if hasattr(os, "register_at_fork"):

@@ -38,7 +38,7 @@ from llmcache.reuse.sources import Source
 from llmcache.stats import Status
 from llmcache.support.arrays import Doubles, Floats, below
 from llmcache.support.stacks import pack, unpack
-from llmcache.support.threads import at_fork, compute_alone, forkable
+from llmcache.support.threads import SHORT_TURNS, at_fork, compute_alone, forkable
 
 logger = logging.getLogger("llmcache")
 _CALIBRATION = TypeAdapter(Calibration)
@@ -198,7 +198,7 @@ class CalibratedReuse:
             self._is_calibrating = True  # calls meanwhile must not wait for the lock
             try:
                 # NumPy's BLAS has threads of its own, which spin: beside calls in service both would take far longer.
-                with threadpool_limits(limits=1, user_api="blas"):
+                with SHORT_TURNS, threadpool_limits(limits=1, user_api="blas"):
                     return self._calibrate(observed, risk_target)
             except Exception as error:
                 self.end()
