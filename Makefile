@@ -4,18 +4,21 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+MIN    := $(VENV)/.installed-min
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 GPU_PARTS := gpu-contract gpu-calls gpu-generation gpu-prefixes gpu-trees
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-contract test-outside test-hostile screenshot check docs families fix serve gpu bench-gpu bench-device clean
+.PHONY: help setup setup-min demo test test-fast test-contract test-outside test-hostile screenshot check docs families fix serve gpu bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
-setup: $(STAMP) ## Create .venv with everything that is needed; does nothing when up to date.
+setup: $(STAMP) ## Create .venv with everything that is needed, 3.5 GB; does nothing when up to date.
+
+setup-min: $(MIN) ## Create .venv with what the library and its tests need, 1.8 GB; `make test` then skips the others.
 
 # PyTorch goes first and by its exact version: a build that is already at hand (CPU only, say) is then kept by the rest.
 $(STAMP): pyproject.toml constraints.txt
@@ -24,7 +27,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev,demo,exp]'
 	touch $@
 
-demo: setup ## Show what the cache saves, in three minutes; with a decoder too, after `llmcache prepare smollm2`.
+$(MIN): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	$(PIP) install -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: setup ## Show three jobs with and without the cache, in a minute.
 	$(BIN)/llmcache demo
 
 # In as many processes as the machine has cores; JOBS=0 takes one. Tiny models gain nothing from threads.
@@ -35,8 +44,11 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numproces
 # everything runs: .ci/run sets COVER=95. Tests are then traced, and take 1.8 times as long; those marked slow are not.
 COVER  ?=
 
-test: setup ## Run the tests, offline; the last lines list what was skipped, and how to enable it.
-	$(PYTEST) $(if $(COVER),--cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=$(COVER))
+# After `make setup-min` alone, the library's tests.
+READY  := $(if $(wildcard $(STAMP)),setup,$(if $(wildcard $(MIN)),setup-min,setup))
+
+test: $(READY) ## Run the tests, offline; the last lines list what was skipped, and how to enable it.
+	$(PYTEST) $(if $(filter setup-min,$(READY)),--ignore=tests/experiments) $(if $(COVER),--cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=$(COVER))
 
 test-fast: setup ## Run the library's tests that are not marked slow, without coverage.
 	$(PYTEST) -m 'not slow' --ignore=tests/experiments

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 import llmcache
+from experiments.models.onnx import export
 from experiments.report import site
 from llmcache import CODECS, FINGERPRINTS, INDEXES, POLICIES, STORES, LLMCache
 from llmcache.models.adapters import ADAPTERS
@@ -47,8 +48,9 @@ def added() -> Iterator[Callable[[], list[str]]]:
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("README.md", "howto.md")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("README.md", "howto.md", "onnx.md")),
         "index.md",
+        "decoders.md",
         "generation.md",
         "extending.md",
         "stores.md",
@@ -67,13 +69,20 @@ def test_examples_run(
     monkeypatch.setattr(torch, "compile", lambda model, **how: compiled(model, **{**how, "backend": "eager"}))
     page = ROOT / name if name == "README.md" else DOCS / name
     model = build(CLASSIFIERS["bert"])
+    if name == "onnx.md":
+        given = dict(tokenizer()("w1 w2", return_tensors="pt"))
+        export(model, {key: given[key] for key in ("input_ids", "attention_mask")}, tmp_path / "model.onnx")
     defined = run(tmp_path, page, model=model, tokenizer=tokenizer(), inputs={"input_ids": tokens(1, 6)})
     told = capsys.readouterr().out
     if name == "index.md":
-        assert "exact 0.5\n" in told and "requests cannot show a loss of at most 0.01" in told
+        assert "exact 0.5\n" in told and "{'exact': 2}\n" in told and "requests cannot show a loss of at most 0.01" in told
     if name == "howto.md":
         assert "{'exact': 3}" in told and "\nprefix " in told and "certified" in told
         assert "'training': " in told and re.search(r"onnxruntime.*n_requests=3", told)
+    if name == "onnx.md":
+        assert "{'exact': 1}\n" in told and defined["cache"].calibration is not None and (tmp_path / "saved").is_dir()
+    if name == "decoders.md":
+        assert told == "True\n"
     if name == "generation.md":
         assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":

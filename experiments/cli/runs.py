@@ -114,7 +114,7 @@ def sweep(
 
 
 def report(configs: Configs = None, results_dir: ResultsDir = RESULTS, changes: Changes = None) -> None:
-    """Write REPORT.md and its pictures again from what was measured: each claim of the paper and what became of it.
+    """Write REPORT.md and its pictures again from what was measured: each claim of the paper, and its verdict.
 
     Only runs with the settings of the files count, as changed by --set; claims that other files test are left out.
     """

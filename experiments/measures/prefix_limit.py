@@ -37,7 +37,7 @@ from llmcache.lab import PrefixOptions
 BLOCK = PrefixOptions().block
 MAX_BYTES = 4_000_000_000
 #: It needs room for one token more than the prompt, which some models lack.
-NO_TOKEN = "continuous batching gave no token"
+NO_TOKEN = "continuous batching returned no token"
 
 #: Names of the timed ways, by the prefix of their figures.
 WAYS = {"plain": "plain", "cache": "llmcache", "limit": "limit", "batching": "batching", "copy": "copy"}

@@ -96,7 +96,7 @@ def attributes(model: nn.Module) -> list[tuple[str, str, Any]]:
     [("bert with a head", make) for make in COPIES] + [("llama", shallow), ("t5", shallow), ("gpt2", replica)],
 )
 def test_a_copy_is_that_of_the_plain_model(family: str, make: Callable[[nn.Module], nn.Module]) -> None:
-    """docs/reuse.md: a copy of a wrapped model runs its own forward, and holds the user's hooks and none of ours."""
+    """inside/reuse.md: a copy of a wrapped model runs its own forward, and holds the user's hooks and none of ours."""
     with wrapped(MODELS[family]) as (cache, plain):
         cache(**X)
         twin, own = make(cache.model), make(plain)
@@ -138,7 +138,7 @@ class State(tf.BertModel):
 
 @pytest.mark.parametrize(("kind", "make"), [(Deep, deep), (State, deep), (State, pickled)])
 def test_a_copy_of_a_class_that_copies_itself_runs_its_own_forward(kind: Any, make: Any) -> None:
-    """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, even if its class copies itself."""
+    """inside/reuse.md: a copy of a wrapped model is a copy of the plain model, even if its class copies itself."""
     with wrapped(BARE["bert"]) as (cache, plain):
         plain.__class__ = cache.model.__class__ = kind
         twin, expected = make(cache.model), make(plain)
@@ -147,7 +147,7 @@ def test_a_copy_of_a_class_that_copies_itself_runs_its_own_forward(kind: Any, ma
 
 
 def test_a_copy_of_a_model_under_a_foreign_wrapper_has_its_own_weights() -> None:
-    """docs/reuse.md: forwards that others put on a model stay as they were, in copies too."""
+    """inside/reuse.md: forwards that others put on a model stay as they were, in copies too."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     plain, model = build(BARE["bert"]), build(BARE["bert"])
@@ -173,7 +173,7 @@ def test_a_copy_can_be_wrapped_by_itself() -> None:
 
 @pytest.mark.parametrize("family", ["bert with a head", "llama"])
 def test_a_pickle_is_that_of_the_plain_model(family: str, caplog: pytest.LogCaptureFixture) -> None:
-    """docs/reuse.md: a wrapped model is pickled as the plain one, and the log says so."""
+    """inside/reuse.md: a wrapped model is pickled as the plain one, and the log says so."""
     model = build(MODELS[family])
     before = pickle.dumps(model)
     with LLMCache.wrap(model), caplog.at_level(logging.INFO, "llmcache"):
@@ -183,7 +183,7 @@ def test_a_pickle_is_that_of_the_plain_model(family: str, caplog: pytest.LogCapt
 
 
 def test_a_model_with_a_foreign_forward_is_pickled_with_it() -> None:
-    """docs/reuse.md: forwards that others put on a model stay as they were, in pickles too."""
+    """inside/reuse.md: forwards that others put on a model stay as they were, in pickles too."""
     model = build(BARE["bert"])
     model.pooler.forward = model.embeddings.LayerNorm.forward
     model.encoder.forward = model.encoder.forward
@@ -207,7 +207,7 @@ def _sentences() -> Any:
 
 @pytest.mark.parametrize("make", [shallow, deep])
 def test_a_copy_of_a_sentence_model_holds_nothing_of_the_cache(make: Callable[[Any], Any]) -> None:
-    """docs/reuse.md: a copy of a wrapped model is a copy of the plain model, pooling layer included; so is the rest."""
+    """inside/reuse.md: a copy of a wrapped model is a copy of the plain model, with its pooling layer and the rest."""
     model, texts = sentences(), ["w1 w2 w3", "w4"]
     own, expected, before = model.encode(texts), make(model).encode(texts), attributes(model)
     with LLMCache.wrap(model, payload="mean"):
@@ -220,7 +220,7 @@ def test_a_copy_of_a_sentence_model_holds_nothing_of_the_cache(make: Callable[[A
 
 
 def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> None:
-    """docs/reuse.md: `state_dict()` and `save_pretrained` of a wrapped model give the plain model's weights."""
+    """inside/reuse.md: `state_dict()` and `save_pretrained` of a wrapped model give the plain model's weights."""
     with wrapped(CLASSIFIERS["bert"]) as (cache, plain):
         cache(**X)
         check_same(dict(cache.model.state_dict()), dict(plain.state_dict()), exact=True)
@@ -318,7 +318,7 @@ def fresh_accelerate() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("family", ["t5", "bert with a head", "gpt2"])
 def test_accelerate_prepares_a_wrapped_model(family: str) -> None:
-    """docs/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come after wrapping."""
+    """inside/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come after wrapping."""
     model, own = build(MODELS[family]), build(MODELS[family])
     before = attributes(model)
     cache = LLMCache.wrap(model, auto_bypass=False)
@@ -337,7 +337,7 @@ def test_accelerate_prepares_a_wrapped_model(family: str) -> None:
     ("family", "is_unwrapped_first"), [("bert with a head", True), ("bert with a head", False), ("gpt2", True)]
 )
 def test_a_prepared_model_is_wrapped(family: str, is_unwrapped_first: bool) -> None:
-    """docs/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come before wrapping, or around it."""
+    """inside/reuse.md: accelerate's `prepare_model` and `unwrap_model` may come before wrapping, or around it."""
     own, model = prepare(build(MODELS[family])), prepare(build(MODELS[family]))
     cache = LLMCache.wrap(model, auto_bypass=False)
     assert check_calls(cache, own, X) > 0
@@ -352,7 +352,7 @@ def test_a_prepared_model_is_wrapped(family: str, is_unwrapped_first: bool) -> N
 
 
 def test_what_lies_on_top_of_the_cache_has_to_go_first() -> None:
-    """docs/reuse.md: `unwrap` refuses while another forward lies on top, and works once that is gone."""
+    """inside/reuse.md: `unwrap` refuses while another forward lies on top, and works once that is gone."""
     model = build(BARE["bert"])
     cache = LLMCache.wrap(model)
     below = model.forward

@@ -94,7 +94,7 @@ PADDED = [padded([9]), padded([9, 4]), padded([9, 7]), padded([4]), padded([9, 4
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_that_share_rows_are_answered_as_by_the_plain_model(name: str) -> None:
-    """Same call, same output at every position, and bit for bit where shapes are the same (docs/reuse.md)."""
+    """Same call, same output at every position, and bit for bit where shapes are the same (inside/reuse.md)."""
     with wrapped(MODELS[name]) as (cache, plain):
         hits = check_calls(cache, plain, *CALLS, *(() if name == "nystroemformer" else PADDED), exact=True)
         assert hits >= len(CALLS)  # repeats of whole calls
@@ -115,7 +115,7 @@ def one_scale(seed: int) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_callable_with_one_scale_a_call_is_seen_whichever_row_decides_it(seed: int) -> None:
-    """Callables are tried like trunks: calls that share rows get the answers of the callable (docs/reuse.md)."""
+    """Callables are tried like trunks: calls that share rows get the answers of the callable (inside/reuse.md)."""
     call = one_scale(seed)
     cache = LLMCache.wrap(call, digest=f"one scale {seed}")
     assert check_calls(cache, call, *CALLS, exact=True) >= len(CALLS)
@@ -127,7 +127,7 @@ def test_a_callable_with_one_scale_a_call_is_seen_whichever_row_decides_it(seed:
     ids=["int8", "part", "tau"],
 )
 def test_a_model_that_comes_to_be_so_after_wrapping_is_seen(edit: Edit, settings: dict[str, Any]) -> None:
-    """After weights are quantised or modules replaced, nothing stale or similar is served (docs/reuse.md)."""
+    """After weights are quantised or modules replaced, nothing stale or similar is served (inside/reuse.md)."""
     with wrapped(BERT, **settings) as (cache, plain):
         for call in CALLS:
             ask(cache.model, **call)
@@ -138,7 +138,7 @@ def test_a_model_that_comes_to_be_so_after_wrapping_is_seen(edit: Edit, settings
 
 
 def test_a_norm_that_learns_while_the_model_does_not_is_computed() -> None:
-    """The model in training mode, in part or as a whole, bypasses the cache (docs/reuse.md)."""
+    """The model in training mode, in part or as a whole, bypasses the cache (inside/reuse.md)."""
     part = with_part(lambda: BatchStatistics(track_running_stats=True, momentum=0.0))
     with wrapped(edited(BERT, part)) as (cache, plain):
         assert check_calls(cache, plain, *CALLS) > 0
@@ -159,7 +159,7 @@ def test_a_decoder_s_prefixes_and_steps_are_those_of_the_plain_model() -> None:
 
 
 def test_a_threshold_is_refused() -> None:
-    """`wrap` refuses settings that do not suit the model, with the reason (docs/reuse.md)."""
+    """`wrap` refuses settings that do not suit the model, with the reason (inside/reuse.md)."""
     for name in ("int8", "batch statistics"):
         with pytest.raises(ConfigError, match=r"affect each other.*leave tau out"):
             LLMCache.wrap(MODELS[name](), tau=0.9)
@@ -167,7 +167,7 @@ def test_a_threshold_is_refused() -> None:
 
 @pytest.mark.parametrize("is_learned", [True, False], ids=["learned", "calibrated"])
 def test_calls_of_one_row_are_served_approximately_and_others_as_a_whole(is_learned: bool) -> None:
-    """Calibrated reuse learns from, and serves, calls of one row; others are the plain model's (docs/reuse.md)."""
+    """Calibrated reuse learns from, and serves, calls of one row; others are the plain model's (inside/reuse.md)."""
     call, ids, new = one_scale(7), requests(300)[0], requests(40, seed=1)[0]
     settings = {"max_drop": 0.05, "auto_bypass": False, "audit": {"rate": 1.0, "share": 1.0, "in_background": False}}
     settings |= {"learn": 300} if is_learned else {}
@@ -207,7 +207,7 @@ def test_a_padded_row_is_audited_with_its_padding() -> None:
 
 
 def test_part_of_a_call_is_not_served_alone() -> None:
-    """A call with an evicted row is computed as a whole (docs/reuse.md)."""
+    """A call with an evicted row is computed as a whole (inside/reuse.md)."""
     with wrapped(MODELS["largest of all"], max_entries=3) as (cache, plain):
         check_calls(cache, plain, *CALLS, exact=True, repeats=3)
 
@@ -224,7 +224,7 @@ def test_part_of_a_call_is_not_served_alone() -> None:
     ],
 )
 def test_rounding_alone_keeps_rows_apart(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    """Rounding couples no rows: batches are served in part, in every dtype (docs/reuse.md, what is equal to what)."""
+    """Rounding couples no rows: batches are served in part, in every dtype (inside/reuse.md, what is equal to what)."""
     with wrapped(lambda: make().to(dtype)) as (cache, _):
         ask(cache.model, **CALLS[3])
         ask(cache.model, **CALLS[2])

@@ -21,7 +21,7 @@ from tests.forks import in_child
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, build, llama, padded, tokens
 
 X = padded([6, 4])
-#: Calls within which the cache sees an edit of part of a tensor that leaves no other trace (docs/reuse.md).
+#: Calls within which the cache sees an edit of part of a tensor that leaves no other trace (inside/reuse.md).
 PLACES = 8
 
 Make = Callable[[], nn.Module]
@@ -159,14 +159,14 @@ def with_activation(held: Callable[[], Any], read: Callable[[Any], Any] = of) ->
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_that_a_module_holds_count(name: str) -> None:
-    """docs/reuse.md: the weights digest covers what modules hold in attributes, objects and functions."""
+    """inside/reuse.md: the weights digest covers what modules hold in attributes, objects and functions."""
     held, read, edit = OBJECTS[name]
     edits = [lambda model: edit(model.encoder.layer[1].intermediate.intermediate_act_fn)]
     assert check_edits(with_activation(held, read), edits, X) == [2, 2]
 
 
 def test_what_an_object_counts_in_every_call_costs_hits_alone() -> None:
-    """docs/reuse.md: a call that edits its own settings stores nothing, and answers are right."""
+    """inside/reuse.md: a call that edits its own settings stores nothing, and answers are right."""
 
     class Counts(Scale):
         def get(self) -> Any:
@@ -306,7 +306,7 @@ BETWEEN: dict[str, tuple[Make, Sequence[Edit], list[Any], dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BETWEEN)
 def test_an_edit_between_calls(name: str) -> None:
-    """docs/reuse.md: after an edit of weights, layers or settings the next call is computed, and its repeat served."""
+    """inside/reuse.md: after an edit of weights, layers or settings the next call is computed, its repeat served."""
     make, edits, calls, settings = BETWEEN[name]
     before, *after = check_edits(make, edits, *calls, **settings)
     assert before > 0 and set(after) == {0 if name == "layer dropped" else before}  # the attention is not the family's
@@ -314,7 +314,7 @@ def test_an_edit_between_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["BertIntermediate", "BertLayer", "BertModel", "Act"])
 def test_a_class_patched_after_wrapping_is_run(name: str) -> None:
-    """docs/reuse.md: a class patched after wrapping is run, and no older entry is served."""
+    """inside/reuse.md: a class patched after wrapping is run, and no older entry is served."""
     make = with_activation(Scale)
     kind: Any = next(type(part) for part in make().modules() if type(part).__name__ == name)
     below = kind.forward
@@ -515,7 +515,7 @@ CONFIGS: dict[str, tuple[Make, str, list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_settings_of_the_config_count(name: str) -> None:
-    """docs/reuse.md: the weights digest covers settings, ids of special tokens and the attention's direction too."""
+    """inside/reuse.md: the weights digest covers settings, ids of special tokens and the attention's direction too."""
     make, setting, values, calls = CONFIGS[name]
     edits = [lambda model, value=value: setattr(model.config, setting, value) for value in values]
     assert sum(check_edits(make, edits, *calls, **({"tau": 0.999} if "tau" in name else {}))) > 0
@@ -543,7 +543,7 @@ def lost(model: Any) -> None:
     ],
 )
 def test_attention_of_another_direction_is_computed(family: str, when: str, edit: Edit) -> None:
-    """docs/reuse.md: nothing is served if `is_causal` differs from the family's (`other_attention`)."""
+    """inside/reuse.md: nothing is served if `is_causal` differs from the family's (`other_attention`)."""
 
     def make() -> nn.Module:
         model = {**BARE, **STRANGERS}[family]()
@@ -562,7 +562,7 @@ def test_attention_of_another_direction_is_computed(family: str, when: str, edit
 
 
 def test_an_attention_function_that_is_registered_anew() -> None:
-    """The code of an attention function that a user registered is part of the key (docs/reuse.md)."""
+    """The code of an attention function that a user registered is part of the key (inside/reuse.md)."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

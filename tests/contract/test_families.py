@@ -40,7 +40,7 @@ the_first_kind = once(lambda family: FAMILIES[family][1][0])
 
 
 def arguments(family: str, kind: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Turn K/V off for classifiers on causal models (docs/reuse.md), and for windows, which are not cached."""
+    """Turn K/V off for classifiers on causal models (inside/reuse.md), and for windows, which are not cached."""
     config = plain(family, kind).config
     makes_none = kind == "classifier" and "causal" in FAMILIES[family][1]
     return inputs | {"use_cache": False} if makes_none or getattr(config, "sliding_window", None) else inputs
@@ -63,7 +63,7 @@ def check_repeats(family: str, kind: str, *calls: dict[str, Any], at_least: int 
 
 @pytest.mark.parametrize("family", WRAPPED)
 def test_repeats_are_hits_and_the_same_at_every_position(family: str) -> None:
-    """docs/reuse.md: cold is bitwise the plain model, and an exact hit the stored run, padding included.
+    """inside/reuse.md: cold is bitwise the plain model, and an exact hit the stored run, padding included.
 
     An entry is a row of the trunk's output, whatever its layers return (Megatron-BERT, SqueezeBERT).
     """
@@ -76,7 +76,7 @@ def test_repeats_are_hits_and_the_same_at_every_position(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "kind"), [(family, kind) for kind in HEADS for family in HEADS[kind]])
 def test_heads_and_their_losses(family: str, kind: str) -> None:
-    """docs/reuse.md: an entry holds what the head reads, whatever the padding; a loss comes from the call's labels."""
+    """inside/reuse.md: an entry holds what the head reads, whatever the padding; a loss is of the call's labels."""
     first, labelled = inputs_of(family, kind), inputs_of(family, kind, labels=True)
     others = {name: value if name in first else value.flip(0) for name, value in labelled.items()}
     check_repeats(family, kind, first, labelled, others, first, labelled)

@@ -115,7 +115,7 @@ def test_families_batches_and_all_that_is_returned(family: str, inputs: Any, how
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_states_and_attentions_of_every_layer(family: str) -> None:
-    """docs/reuse.md: states that entries do not hold are computed, after a hit as before."""
+    """inside/reuse.md: states that entries do not hold are computed, after a hit as before."""
     how = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
     expected = write(plain(family, kind_of(family)), LEFT, **how)
     with wrapped(family, kind_of(family)) as cache:

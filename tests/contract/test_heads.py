@@ -108,7 +108,7 @@ def cases(name: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_repeat_is_answered_as_by_the_plain_model(name: str) -> None:
-    """An entry keeps the states of the last layer that the head reads (docs/reuse.md, heads and payloads)."""
+    """An entry keeps the states of the last layer that the head reads (inside/reuse.md, heads and payloads)."""
     with wrapped(HEADS[name]) as (cache, plain):
         assert check_calls(cache, plain, *cases(name)) > 0
 
@@ -158,7 +158,7 @@ def test_wrapping_leaves_the_model_alone() -> None:
 
 
 def test_a_head_that_reads_padding_is_not_given_another_request_s() -> None:
-    """Approximate hits have zeros for padding, and serve only heads known not to read padding (docs/reuse.md)."""
+    """Approximate hits have zeros for padding, and serve only heads known not to read padding (inside/reuse.md)."""
     first, second = ({name: value[None] for name, value in padded([7, 5], seed).items()} for seed in (0, 50))
     with wrapped(chooser("mean"), tau=-1.0) as (cache, plain):
         ask(cache.model, **first)

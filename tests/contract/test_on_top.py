@@ -144,7 +144,7 @@ def check_alone(cache: LLMCache, encode: Callable[[str], Any], expected: Any) ->
 
 @pytest.mark.parametrize("pooling", [{"pooling_mode": "max"}, {"pooling_mode": ["cls", "mean"]}], ids=["max", "two"])
 def test_texts_padded_on_the_left(embedder: Embedder, pooling: dict[str, Any]) -> None:
-    """docs/reuse.md: where the first column may be read, padding there is part of the key, and repeats are served."""
+    """inside/reuse.md: where the first column may be read, padding there is part of the key, and repeats are served."""
     model = embedder(**pooling)
     model.tokenizer.padding_side = "left"
     expected = tensors(model.encode(TEXTS))
@@ -185,7 +185,7 @@ def test_a_router_of_two_encoders(embedder: Embedder, settings: Any, caplog: pyt
 
 
 def test_a_sparse_encoder(tmp_path: Path) -> None:
-    """docs/reuse.md: SPLADE's pooling heeds the mask, so padding is not part of the key."""
+    """inside/reuse.md: SPLADE's pooling heeds the mask, so padding is not part of the key."""
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling

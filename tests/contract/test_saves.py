@@ -116,13 +116,13 @@ def check_carried(before: nn.Module, after: nn.Module, folder: Path) -> bool:
 def test_edited_code_of_the_same_name_is_told_apart(
     name: str, version: Callable[..., nn.Module], tmp_path: Path
 ) -> None:
-    """docs/reuse.md: the weights digest covers the code of classes and functions, however often it is imported."""
+    """inside/reuse.md: the weights digest covers the code of classes and functions, however often it is imported."""
     is_same = name in ("nothing", "comment")
     assert check_carried(version(), version(*REVISIONS[name]), tmp_path / "save") == is_same
 
 
 def test_what_cannot_be_read_is_shared_with_nobody(tmp_path: Path) -> None:
-    """docs/reuse.md: a model that holds an unreadable object is served its own repeats, and shares nothing."""
+    """inside/reuse.md: a model that holds an unreadable object is served its own repeats, and shares nothing."""
 
     def make() -> nn.Module:
         act: Any = nn.ReLU()

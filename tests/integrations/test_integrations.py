@@ -117,6 +117,17 @@ def test_an_embedder_goes_to_another_process_by_its_name(defined: dict[str, Any]
         one.cache.unwrap()
 
 
+def test_clients_of_openai(defined: dict[str, Any], tmp_path: Path) -> None:
+    for package in ("langchain_openai", "llama_index.embeddings.openai_like", "openai"):
+        pytest.importorskip(package)
+    write(tmp_path / "served", "embedding")
+    server = make_server(tmp_path / "served" / "embedding", model="minilm")
+    with listening(server) as (_, address):
+        defined |= {"address": address, "texts": ["lost my card", "where is my cash", "the rate", "change please"]}
+        run("Over HTTP", defined)
+        assert server.cache.stats().hits == {"exact": 8} and server.cache.stats().n_misses == 4
+
+
 def test_litellm(defined: dict[str, Any], tmp_path: Path) -> None:
     litellm, models = pytest.importorskip("litellm"), tmp_path / "served"
     for kind in ("embedding", "reranker", "decoder"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.report import columns as show
 from experiments.report import tables
 from experiments.report.claims import judge, verdicts
-from experiments.report.pages import card, costs, modes, streams
+from experiments.report.pages import card, costs, jobs, modes, streams
 from experiments.report.pages.files import all_of, any_of, claims_runs, runs_of
 from experiments.report.pictures import PICTURES, save
 from llmcache import ConfigError
@@ -29,6 +29,9 @@ def claims(results_dir: Path) -> str:
 #: Functions from the results folder to a table's lines, by the name in its mark.
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "first_screen": streams.first_screen,
+    "jobs": jobs.jobs,
+    "advice": any_of(by_row(show.ADVICES), "advise", is_timed=True),
+    "beside": any_of(by_row(show.BESIDE), "beside", is_timed=True),
     "modes": modes.modes,
     "demo": costs.demo,
     "latency": costs.latency,
@@ -92,7 +95,7 @@ TIMED = ("speed", "serving")
 #: Pages with tables, by path in the checkout, and the relative path from the page to the root.
 PAGES: Mapping[str, str] = {
     "README.md": "",
-    "docs/calibration.md": "../",
+    "docs/inside/calibration.md": "../../",
     **{f"docs/results/{name}.md": "../../" for name in ("index", "gpu", *SHOWN)},
 }
 MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
