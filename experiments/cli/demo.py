@@ -1,79 +1,83 @@
-"""`llmcache demo`: what the cache saves and what it costs, on small real models; a classifier first, then a decoder."""
+"""`llmcache demo`: what the cache saves and what it costs, on small real models: three jobs in a minute."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from experiments.cli.options import FiguresDir, make_results_folder, write_results
+from experiments.cli.options import FiguresDir, interruptible, make_results_folder, write_results
 from llmcache.cli.options import MODELS_VARIABLE
 from llmcache.cli.output import check_writable, write_json
 from llmcache.cli.table import show_table
+
+if TYPE_CHECKING:
+    from llmcache import Advice
 
 
 def command(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")] = None,
     plot: Annotated[
-        Path, typer.Option(metavar="FILE", help="Picture of speed-up against changed answers to write.")
+        Path, typer.Option(metavar="FILE", help="Picture of speed and of changed answers to write.")
     ] = Path("llmcache-demo.png"),
-    n: Annotated[
-        int, typer.Option("--n", min=1, help="Requests to serve; of the first, 1,200 that differ are learned from.")
-    ] = 2700,
+    is_long: Annotated[bool, typer.Option("--long", help="More requests and bounds: some ten minutes.")] = False,
     models_dir: Annotated[
         Path, typer.Option(envvar=MODELS_VARIABLE, help="Where `llmcache prepare smollm2` put the decoder.")
     ] = Path("models"),
     results_dir: FiguresDir = None,
 ) -> None:
-    """Serve a support desk's requests with and without the cache: speed, hits, and what became of the answers.
+    """Show three jobs with and without the cache: a support desk, a corpus embedded again, prompts that begin alike.
 
-    Then, where SmolLM2-135M-Instruct was prepared: time to first token of five users behind one system prompt.
+    Ctrl-C shows what is known by then.
     """
     for path in (json_file, plot):
         check_writable(path)
     make_results_folder(results_dir)
-    from experiments.measures.demo import run_demo
-    from experiments.models.loading import MINILM, load
-    from experiments.report.pictures import plot_speed_against_changes, require_matplotlib
+    from experiments.measures import demo
+    from experiments.models.loading import FIGURES, MINILM, SMOLLM2, load
+    from experiments.report.pictures import plot_ways, require_matplotlib
     from experiments.runs.read import was_idle
+    from experiments.support.environment import describe
+    from llmcache.lab import packaged_minilm
 
     require_matplotlib()
-    report = run_demo(load(MINILM), n)
-    is_idle = was_idle(report["environment"])
-    _show_first(report, is_idle)
-    plot_speed_against_changes(report, plot, is_idle)
-    typer.echo(f"Plot: {plot}\n")
-    report["decoder"] = _decoder(models_dir)
-    write_json(json_file, report)
-    figures = {key: value for key, value in report.items() if key != "environment"}
-    write_results(results_dir, "demo", {"model": MINILM, "n": n}, report["environment"], figures)
-
-
-def _show_first(report: Mapping[str, Any], is_idle: bool) -> None:
-    from experiments.report.columns import DEMO
-    from experiments.report.markdown import named
-
-    if not is_idle:
-        typer.echo("The machine was busy with other work: times below are no measurement.")
-    title = f"{report['n']:,} requests, one at a time; figures of those after learning, from {report['learn'] + 1:,} on"
-    show_table(title, [named(DEMO, row) for row in report["settings"]])
-    for sentence in report["conclusion"]:
-        typer.echo(sentence)
-
-
-def _decoder(models_dir: Path) -> dict[str, Any] | None:
-    """Run the second act; None if its model is not prepared."""
-    from experiments.measures.demo import run_shared_prompt
-    from experiments.models.loading import FIGURES, SMOLLM2, load
-
-    if not (models_dir / SMOLLM2 / FIGURES).is_file():
-        typer.echo(
-            f"The second act, five users behind one system prompt, is left out: no {SMOLLM2} in {models_dir}. "
-            f"Get it: llmcache prepare {SMOLLM2} --models-dir {models_dir}"
+    environment = describe(0)  # before any work, which would count as load
+    size = demo.LONG if is_long else demo.SHORT
+    known: list[Advice] = []
+    loaded = load(MINILM)
+    typer.echo(f"1 of 3: {size.n:,} requests to a support desk, all-MiniLM-L6-v2, by each way to answer them")
+    with interruptible("interrupted: the other jobs are left out"):
+        try:
+            known.append(demo.desk(loaded, size, known.append))
+        finally:  # also when interrupted
+            if known:
+                typer.echo(f"{known[-1]}\n")
+        if not was_idle(environment):
+            typer.echo("The machine was busy with other work: times are no measurement.")
+        report: dict[str, Any] = {"n": size.n, **known[-1].to_dict()}
+        plot_ways(report, plot, was_idle(environment))
+        typer.echo(f"Plot: {plot}\n\n2 of 3: {size.n_texts:,} texts, embedded by sentence-transformers, and again")
+        report["corpus"] = demo.corpus(packaged_minilm(), size)
+        typer.echo(_of_corpus(report["corpus"]))
+        is_prepared = (models_dir / SMOLLM2 / FIGURES).is_file()
+        name = "SmolLM2-135M-Instruct" if is_prepared else "a decoder with GPT-2's shape and random weights"
+        typer.echo(f"\n3 of 3: {name}, {len(demo.QUESTIONS)} users behind one system prompt")
+        report["prompts"] = demo.prompts(
+            load(SMOLLM2, "token", models_dir) if is_prepared else demo.untrained(loaded.tokenizer)
         )
-        return None
-    report = run_shared_prompt(load(SMOLLM2, "token", models_dir))
-    users = report["users"]
+        _show_prompts(report["prompts"])
+    write_json(json_file, report | {"environment": environment})
+    write_results(results_dir, "demo", {"model": MINILM, "n": size.n, "is_long": is_long}, environment, report)
+
+
+def _of_corpus(took: dict[str, Any]) -> str:
+    return (
+        f"the model alone {took['plain_s']:.1f} s; with the cache {took['first_s']:.1f} s, and the second time "
+        f"{took['second_s']:.1f} s: {took['speedup']:.1f} times as fast; vectors differ by at most "
+        f"{took['largest_difference']:.0e}"
+    )
+
+
+def _show_prompts(report: dict[str, Any]) -> None:
     rows = [
         {
             "question": user["question"],
@@ -83,11 +87,10 @@ def _decoder(models_dir: Path) -> dict[str, Any] | None:
             "with the cache, ms": f"{user['cache_ms']:.0f}",
             "same answer": "yes" if user["is_same"] else "no",
         }
-        for user in users
+        for user in report["users"]
     ]
-    show_table("SmolLM2-135M-Instruct, one system prompt", rows)
+    show_table("Time to the first token", rows)
     typer.echo(
-        f"After the first user the first token came {report['speedup']:.2f} times as fast; {report['n_same']} of "
-        f"{len(users)} answers are the same, token for token."
+        f"After the first user the first token came {report['speedup']:.1f} times as fast; {report['n_same']} of "
+        f"{len(rows)} answers are the same, token for token."
     )
-    return report

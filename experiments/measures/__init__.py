@@ -31,7 +31,7 @@ NAMES = (
         "prefix",
         "policies",
     ),
-    *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "tree", "turns", "commands"),
+    *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "tree", "turns", "commands", "advise", "beside"),
 )
 WHERE = {"set_rates": "service:run_at_rates", "engine_parity": "parity:run_engine"}
 #: Figures that no page reads, by dotted key: of each point of a curve, and by measure. They are written with the rows.
@@ -40,7 +40,7 @@ OF_TRUST = ("accuracy", "accuracy_drop_ci", "by_intent", "changed_answers_ci")
 DETAILS: Mapping[str, tuple[str, ...]] = {
     "sweep": ("nocache", "summary", *(f"points.{name}" for name in OF_POINTS)),
     "trust": ("nocache", "summary", *(f"points.{name}" for name in (*OF_POINTS, *OF_TRUST))),
-    **dict.fromkeys(("service", "engines", "set_rates", "second_pass"), ("ways",)),
+    **dict.fromkeys(("advise", "service", "engines", "set_rates", "second_pass"), ("ways",)),
     "prefix_limit": ("ways.times",),
 }
 

@@ -65,7 +65,7 @@ def run(experiment: SecondPass, folders: Folders) -> Outcome:
             random.Random(experiment.seed).shuffle(again)
         way = [
             {"n": n, "batch": batch, "known": known, "round": number}
-            | _round(model, seen, again, batch, experiment.restart)
+            | embed_twice(model, seen, again, batch, experiment.restart)
             for number in range(experiment.rounds)
         ]
         rows += way
@@ -77,7 +77,9 @@ def _n_new(n: int, known: float) -> int:
     return n - round(known * n)
 
 
-def _round(model: Any, texts: Sequence[str], later: Sequence[str], batch: int, is_restarted: bool) -> dict[str, Any]:
+def embed_twice(
+    model: Any, texts: Sequence[str], later: Sequence[str], batch: int, is_restarted: bool = False
+) -> dict[str, Any]:
     """Return the times of the three passes, and the hits and differences of the second, of `later` texts."""
     clock, encode = Clock("cpu"), partial(model.encode, batch_size=batch, show_progress_bar=False)
     encode(texts[:batch])

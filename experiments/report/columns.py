@@ -151,16 +151,24 @@ ENGINE_PARITY: Mapping[str, Cell] = {
     "beyond the tolerance": of(count, "n_beyond"),
     "answers changed": of(count, "n_changed"),
 }
-DEMO: Mapping[str, Cell] = {
-    "setting": itemgetter("name"),
-    "hit rate": lambda row: percent(row.get("hit_rate")),
-    "changed answers": lambda row: percent(row.get("changed_answers"), 2),
-    "upper bound": lambda row: percent(row.get("bound"), 2),
-    "p50, ms": lambda row: number(row["latency_ms"]["median"], 2),
-    "p99, ms": lambda row: number(row["latency_ms"]["p99"], 2),
-    "speed-up": speed,
-    "speed-up, whole stream": lambda row: number(row.get("whole", {}).get("speedup"), 2),
-    "learning paid back at request": lambda row: number(row.get("paid_back_at"), 0),
+ADVICE: Mapping[str, Cell] = {
+    "way": itemgetter("name"),
+    "ms": of(number, "mean_ms", 2),
+    "p99, ms": of(number, "p99_ms", 2),
+    "times as fast": of(number, "speedup", 2),
+    "changed": lambda row: "" if row["mean_ms"] is None else percent(row["changed"], 2),
+    "at most": of(percent, "bound", 2),
+    "hits": lambda row: "" if row["mean_ms"] is None else percent(row["hit_rate"]),
+    "MB": lambda row: number(row["nbytes"] / 1e6, 0) if row["nbytes"] else "",
+    "learning, s": lambda row: number(row["learning_s"], 0) if row["learning_s"] else "",
+}
+ADVICES: Mapping[str, Cell] = {**STREAM, "threads": itemgetter("threads"), **ADVICE}
+BESIDE: Mapping[str, Cell] = {
+    "computed by": lambda row: "ONNX Runtime" if "engine" in row["run"].config["cache"] else "PyTorch",
+    "calls": itemgetter("when"),
+    "n": of(count, "n"),
+    "p50, ms": of(number, "p50_ms", 2),
+    "p99, ms": of(number, "p99_ms", 2),
 }
 BOUND: Mapping[str, Cell] = {
     **STREAM,
@@ -396,7 +404,7 @@ REPLICAS: Mapping[str, Cell] = {
     "kills": lambda row: count(row["run"].metrics["n_kills"]),
     "requests while": itemgetter("phase"),
     "n": of(count, "n"),
-    "first tries that failed in its hands": of(count, "n_failed_in_hands"),
+    "first tries that failed at the killed replica": of(count, "n_failed_in_hands"),
     "others that failed": of(count, "n_failed_others"),
     "failed three times": of(count, "n_lost"),
     "repeats": of(count, "n_repeats"),

@@ -93,7 +93,7 @@ def speed(runs: Sequence[Run]) -> Any:
     figure, panels = _panels(len(rows))
     for axes, (task, found) in zip(panels, rows.items(), strict=True):
         names = [NAMES[row["way"]] for row in found]
-        _bars(axes, names, [row["speedup"] for row in found], lambda name: name.startswith("llmcache"))
+        _bars(axes, names, [row["speedup"] for row in found], _is_ours)
         for place, row in enumerate(found):
             axes.annotate(
                 f"{row['speedup']:.1f}; {percent(row['changed_answers'], 2)}",
@@ -290,36 +290,45 @@ def _legend(figure: Any, axes: Any, n_columns: int = 3) -> None:
     figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside lower center", ncols=n_columns)
 
 
-def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: bool = True) -> None:
-    """Draw speed-up against changed answers for the demo's settings, with a line to the bound of calibrated ones."""
+def plot_ways(report: Mapping[str, Any], path: Path, is_idle: bool = True) -> None:
+    """Draw the ways of an advice: how fast each is, and the answers that it changed beside what is allowed."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    rows = report["settings"][1:]
-    x = [100 * row["changed_answers"] for row in rows]
-    y = [row["speedup"] for row in rows]
-    away = [
-        [row["speedup"] - row["speedup_min"] for row in rows],
-        [row["speedup_max"] - row["speedup"] for row in rows],
-    ]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--", label="no cache")
-    axes.errorbar(x, y, yerr=away, marker="o", linestyle="", capsize=3, label="after learning")
-    axes.plot(x, [row["whole"]["speedup"] for row in rows], "C0.", alpha=0.5, label="whole stream, learning included")
-    for row, *place in zip(rows, x, y, strict=True):
-        if row["bound"] is not None:
-            axes.plot([place[0], 100 * row["bound"]], [place[1]] * 2, "C3:|", markersize=12)
-        axes.annotate(row["name"], place, xytext=(6, 8), textcoords="offset points", fontsize=9)
-    axes.plot([], [], "C3:|", markersize=12, label="up to the upper bound")
-    axes.set_xlabel("changed answers (% of all requests)")
-    axes.set_ylabel("speed-up (times)")
+    tried = [way for way in report["ways"] if way["mean_ms"]]
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    alone = tried[0]["mean_ms"]
+    _bars(left, [way["name"] for way in tried], [alone / way["mean_ms"] for way in tried], _is_ours)
+    for place, way in enumerate(tried):
+        text = f"{alone / way['mean_ms']:.1f};  p99 {way['p99_ms']:.1f} ms"
+        left.annotate(
+            text, (alone / way["mean_ms"], place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
+        )
+    left.set_xlim(0, 1.7 * alone / min(way["mean_ms"] for way in tried))
+    left.invert_yaxis()
+    left.tick_params(axis="y", labelsize=7)
+    left.set_xlabel("times as fast as the model alone", fontsize=8)
+    changing = [way for way in tried if way["bound"] is None or way["bound"] > 0]
+    for place, way in enumerate(changing):
+        right.plot([100 * way["changed"]], [place], "o", color=_BLUE if _is_ours(way["name"]) else _GREY, zorder=3)
+        if way["bound"] is not None:
+            right.plot([0, 100 * way["bound"]], [place] * 2, "|-", color=_RED, linewidth=1, markersize=9)
+    right.plot([], [], "o", color=_GREY, label="changed, seen here")
+    right.plot([], [], "|-", color=_RED, label="at most, 95 % sure")
+    right.set_yticks(range(len(changing)), [way["name"] for way in changing], fontsize=7)
+    right.set_ylim(len(changing) - 0.4, -0.6)
+    right.set_xlim(left=0)
+    right.set_xlabel("changed answers (%)", fontsize=8)
+    right.legend(fontsize=7)
     busy = "" if is_idle else " (busy machine: no measurement)"
-    axes.set_title(f"Support desk, {report['n']:,} requests, all-MiniLM-L6-v2{busy}")
-    axes.legend(fontsize=8, loc="lower right")
-    axes.margins(x=0.15, y=0.15)
+    figure.suptitle(f"A support desk, {report['n_served']:,} requests, all-MiniLM-L6-v2{busy}", fontsize=9)
     with naming(path):
         figure.savefig(path, dpi=150)
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("llmcache")
 
 
 PICTURES: Mapping[str, Draw] = {

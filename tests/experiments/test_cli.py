@@ -6,10 +6,8 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
@@ -23,10 +21,11 @@ from experiments.report.pages import card
 from experiments.runs import read, runner
 from experiments.runs.grid import load_experiments
 from experiments.runs.runner import RunFolder
-from experiments.support.files import Folders, held
-from experiments.tasks import TASKS, build
-from llmcache import LLMCache
-from tests.experiments.helpers import LEARN, TASK, Commands, learning
+from experiments.support.files import held
+from experiments.tasks import TASKS
+from llmcache import Advice, Way, lab
+from llmcache.advice import encoder
+from tests.experiments.helpers import TASK, Commands, learning
 from tests.tiny_models import CLASSIFIERS, GENERATORS, save_bert
 from tests.tiny_models import build as build_model
 
@@ -159,27 +158,6 @@ def test_smoke_runs_every_task_and_every_method(
     assert served >= {"paper", "document", "response"}
 
 
-def test_a_calibration_is_shown_kept_and_saved(config: Path, command: Commands) -> None:
-    def calibrated(*words: str) -> list[Any]:
-        assert command("calibrate", "trust.yaml", "--json", "figures.json", *words) == 0
-        found: list[Any] = json.loads(Path("figures.json").read_text())["calibrations"]
-        assert all(f"changed <= {100 * one['max_drop']:g} %, 95 % sure" in command.out for one in found)
-        assert all(f"{100 * one['chosen']['bound']:.2f} %" in command.out for one in found)
-        return found
-
-    _, second = calibrated("--set", "max_drops=[0.4, 0.2]")
-    assert "trust support_desk-untrained-seed=0, the first of 2 runs" in command.out
-    (alone,) = calibrated("--save", "saved")
-    assert [alone[name] for name in ("chosen", "curve")] == [second[name] for name in ("chosen", "curve")]
-    assert alone["chosen"] in alone["curve"] and alone["chosen"]["bound"] <= alone["max_drop"] == 0.2
-    workload = build(load_experiments("trust.yaml")[0].experiment.task, Folders(), 0)
-    with LLMCache.load(workload.module, "saved", tokenizer=workload.tokenizer) as cache:
-        assert cache.calibration is not None and cache.calibration.is_certified
-        for request in workload.requests[LEARN : LEARN + 40]:
-            cache(**request.inputs)
-        assert cache.stats().hits["semantic"]
-
-
 def test_a_benchmark_writes_every_figure(config: Path, command: Commands) -> None:
     options = "--seq-len 32 --entries 64 --rounds 10 --block 10 --json figures.json --results-dir kept"
     assert command("bench", "latency", "--model", "bert", *options.split()) == 0
@@ -251,12 +229,6 @@ def set_to(change: str) -> list[str]:
         (["run", "."], ".: is a folder; name the YAML files in it: *.yaml"),
         (["sweep"], "no YAML file in"),
         (["sweep", "tiny_stream.yaml", "--results-dir", "/proc/x"], "--results-dir /proc/x: cannot be made a folder"),
-        (["calibrate", "tiny_stream.yaml", "other.yaml"], "give one CONFIG (got "),
-        (["calibrate", "tiny_stream.yaml", "--json", "."], ".: cannot be written"),
-        (["calibrate", "tiny_stream.yaml"], "measure: 'serve' learns from no requests"),
-        (["calibrate", "trust.yaml", "--set", "task.limit=90"], "90 requests cannot show a loss of at most 0.2"),
-        (["calibrate", "trust.yaml", "--set", "cache.max_drop=0.1"], "an experiment asks for the losses in max_drops"),
-        (["calibrate", "trust.yaml", "--save", "x", "--set", "max_drops=[0.2, 0.3]"], "--save keeps one calibration: "),
         (["bench", "latency", "--model", "nowhere"], "bert-base"),
         (["bench", "latency", "--device", "cuda:99"], "(got 'cuda:99')"),
         (["bench", "latency", "--json", "none/figures.json"], "folder that exists"),
@@ -265,7 +237,7 @@ def set_to(change: str) -> list[str]:
         (["prepare", "minilm-snips", "no-such"], "recipe: 'no-such' is not known; known: minilm-squad_v2, "),
         (["prepare", "minilm-snips", "--epochs=0"], "epochs: must be more than 0 (got 0.0)"),
         (["prepare", "gpt2-wikitext"], "data: no file wikitext/wikitext-2_train.tokens.txt;"),
-        (["demo", "--n", "100"], "the first 1200 requests are learned from; give more"),
+        (["demo", "--plot", "none/demo.png"], "folder that exists"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], error: str, config: Path, command: Commands) -> None:
@@ -281,41 +253,37 @@ def test_the_demo_shows_and_keeps_what_it_measures(
     classifier, decoder = load(UNTRAINED), load(UNTRAINED, "token")
     decoder.tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     monkeypatch.setattr(loading, "load", lambda name, *rest: decoder if name == loading.SMOLLM2 else classifier)
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)  # no ONNX Runtime: an export takes long
-    for name, value in {"LEARN": 100, "N_FIT": 100, "MAX_DROPS": (0.3,)}.items():
-        monkeypatch.setattr(demo, name, value)
-    assert command("demo", "--n", 150, "--json", "figures.json", "--results-dir", "kept") == 0
+    monkeypatch.setattr(lab, "packaged_minilm", lambda: save_bert(tmp_path / "sentences", "where is my order"))
+    monkeypatch.setattr(demo, "untrained", lambda tokenizer: decoder)
+    monkeypatch.setattr(encoder, "find_missing", lambda: "onnx")  # an export takes long
+    monkeypatch.setattr(demo, "SHORT", demo.Size(400, 0.2, (0.3,), 60))
+    monkeypatch.setattr(demo, "N_FIT", 100)
+    assert command("demo", "--json", "figures.json", "--results-dir", "kept") == 0
     report = json.loads(Path("figures.json").read_text())
-    _, *rows = report["settings"]
-    assert [row["name"] for row in rows] == list(demo.ways()) and rows[0]["changed_answers"] == 0
-    assert all(sentence in command.out for sentence in report["conclusion"])
-    assert "is left out: no smollm2 in models. Get it: llmcache prepare smollm2 --models-dir models\n" in command.out
+    assert [way["name"] for way in report["ways"]][::5] == ["the model alone"] and len(report["ways"]) == 5
+    assert report["recommendation"] in command.out and "1 of 3" in command.out and "5 of 5 answers" in command.out
+    assert report["corpus"]["n"] == 60 and report["corpus"]["hit_rate"] > 0.5  # the others have unknown words alone
+    assert "random weights" in command.out
     assert Path("llmcache-demo.png").read_bytes().startswith(b"\x89PNG")
     env = json.loads(Path("kept/demo/env.json").read_text())
     assert json.loads(Path("kept/demo/metrics.json").read_text()) | {"environment": env} == report
-    monkeypatch.setattr(demo, "run_demo", lambda *given: report | {"environment": env | {"load_average": 99}})
     Path("models/smollm2").mkdir(parents=True)
     Path("models/smollm2", loading.FIGURES).touch()
+    monkeypatch.setattr(read, "was_idle", lambda env: False)
     assert command("demo") == 0
-    assert command.out.startswith("The machine was busy")
-    assert "5 of 5 answers are the same, token for token" in command.out
+    assert "The machine was busy" in command.out and "SmolLM2-135M-Instruct, 5 users" in command.out
 
 
-def test_the_demos_speed_is_of_whole_passes_and_its_sentences_follow_the_rows() -> None:
-    base: Any = [SimpleNamespace(ms=np.array(ms), drained_s=0.0) for ms in ([1000.0, 2000.0], [3000.0, 4000.0])]
-    taken: Any = SimpleNamespace(ms=np.array([500.0, 1000.0]), drained_s=0.5)
-    assert [*demo._speedup(base, taken, 0).values()] == [2.5, 1.5, 3.5]  # of (3 + 7) / 2, 3 and 7 s, and 2 s
-    assert [*demo._speedup(base, taken, 1).values()] == pytest.approx([2, 4 / 3, 8 / 3])
+def test_an_interrupted_demo_shows_what_is_known(
+    tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
 
-    def told(changed: float, bound: float | None, **options: Any) -> list[str]:
-        row = {"name": "some", "options": options, "hit_rate": 0.4, "speedup": 1.5, "changed_answers": changed}
-        return demo.conclude([row | {"bound": bound}])
+    def interrupted(loaded: Any, size: Any, on_way: Any) -> None:
+        on_way(Advice((Way("the model alone", "model(**inputs)", 1.0, 1.0, 1.0, bound=0.0),), 0.1, 9, 9, True))
+        raise KeyboardInterrupt
 
-    (one,) = told(0.02, None, tau=0.85)
-    assert "tau 0.85" in one and "no bound" in one and "2.00% of the answers changed" in one
-    (one,) = told(0.003, 0.005, max_drop=0.005)
-    assert "at most 0.5% of all answers may change" in one and "0.30% of the answers changed" in one
-    (one,) = told(0.003, 0.005, max_drop=0.005, draft="int8")
-    assert one.startswith("With ONNX Runtime and an int8 draft") and "40% not computed, 1.50 times as fast" in one
-    (one,) = told(0.03, 0.02, max_drop=0.02)
-    assert one.startswith("some: 3.00% of the answers changed, more than its bound")
+    monkeypatch.setattr(loading, "load", lambda name: None)
+    monkeypatch.setattr(demo, "desk", interrupted)
+    assert command("demo") == INTERRUPTED
+    assert "interrupted, so ways are missing" in command.out

@@ -346,6 +346,19 @@ def commands(rows: Rows, metrics: Any) -> None:
     assert metrics["summary"] == [*rows, {"command": "all", "seconds": sum(row["seconds"] for row in rows)}]
 
 
+def advise(rows: Rows, metrics: Any) -> None:
+    alone, *others = rows
+    assert (alone["speedup"], alone["changed"], alone["bound"]) == (1.0, 0.0, 0.0) and metrics["best"]
+    assert {way["name"] for way in others} >= {"ONNX Runtime", "llmcache, exact repeats"}
+    assert all("needs" in way["problem"] for way in others if "reuse" in way["name"])
+
+
+def beside(rows: Rows, metrics: Any) -> None:
+    phases = {one["when"]: one["n"] for one in metrics["summary"]}
+    assert phases["before"] >= 150 and sum(phases.values()) == len(rows) == 240
+    assert all(one["p50_ms"] <= one["p99_ms"] for one in metrics["summary"])
+
+
 BATCHES = ("parity, of batches", "parity, padded on the right", "parity, without position ids")
 CHECKS: dict[str, Callable[[Rows, Any], None]] = {
     **{name: globals()[name] for name in MEASURES},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from experiments.report.pages import PAGES, draw, fill
 from experiments.report.pages.files import figures_of, is_timed
-from experiments.report.pictures import plot_speed_against_changes
+from experiments.report.pictures import plot_ways
 from experiments.support.files import write_whole
 
 ROOT = Path(__file__).parents[3]
@@ -15,4 +15,4 @@ if __name__ == "__main__":
         write_whole(ROOT / page, fill((ROOT / page).read_text(encoding="utf-8"), RESULTS, root))
     draw(RESULTS, ROOT / "docs" / "results")
     if is_timed(RESULTS, "demo"):  # else the picture stays: a new one would show times from a busy machine
-        plot_speed_against_changes(figures_of(RESULTS, "demo"), ROOT / "docs" / "demo.png")
+        plot_ways(figures_of(RESULTS, "demo"), ROOT / "docs" / "demo.png")

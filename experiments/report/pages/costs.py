@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.report import columns as show
-from experiments.report.markdown import MISSING, columns, missing, number, percent, row_of, speed, table
+from experiments.report.markdown import MISSING, columns, missing, number, percent, speed, table
 from experiments.report.pages.files import figures_of, is_timed, runs_if_any, runs_of
 from experiments.report.tables import figure, rows_of
 from experiments.runs.read import Figures, Run
@@ -15,10 +15,10 @@ INTERLEAVED, BLOCKS = "interleaved", "service rounds"
 
 
 def demo(results_dir: Path) -> str:
-    rows = figures_of(results_dir, "demo")["settings"]
+    found = figures_of(results_dir, "demo")
     if is_timed(results_dir, "demo"):
-        return columns(show.DEMO, rows)
-    return table(tuple(show.DEMO), [[*row_of(show.DEMO, row)[:4], *[""] * 5] for row in rows])
+        return columns(show.ADVICE, found["ways"])
+    return missing(tuple(show.ADVICE), "demo")
 
 
 def latency(results_dir: Path) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from experiments.report import columns as show
 from experiments.report.markdown import MISSING, columns, missing, percent, row_of, table
 from experiments.report.pages.files import runs_if_any, runs_of
-from experiments.report.pictures import first_rows
 from experiments.report.tables import SUMMARY, drops_of, figure, found_of, hits_and_changed, rows_of
 from experiments.runs.read import Run, grouped
 
@@ -30,9 +29,9 @@ RATES = {
 
 
 def first_screen(results_dir: Path) -> str:
-    """Return the README's table: one stream, one thread, and llmcache at one target."""
-    rows = first_rows([run for run in runs_if_any(results_dir, "engines") if run.is_timed]).get("banking77")
-    return columns(show.FIRST_SCREEN, rows) if rows else missing(tuple(show.FIRST_SCREEN), "engines")
+    """Return the README's table of one stream: what `llmcache advise` printed on it."""
+    runs = [run for run in runs_if_any(results_dir, "advise") if run.is_timed and run.task == "banking77"]
+    return columns(show.ADVICE, runs[0].metrics["ways"]) if runs else missing(tuple(show.ADVICE), "advise")
 
 
 def service(results_dir: Path) -> str:
