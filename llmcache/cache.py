@@ -281,12 +281,12 @@ class LLMCache:
         calibrated reuse, with an int8 draft if the extra `onnx` is installed. Of a session: itself, an int8 copy of its
         file, and both kinds of reuse. Of a decoder: its prompts alone and with stored prefixes, one by one and eight a
         call. The first half of the requests, or as many as `max_drop` needs, is learned from. Other caches are made for
-        the trial, with this one's settings and a memory of their own.
+        the trial, with this one's settings and a memory of their own; graphs are kept as for the setting `engine`.
 
         Args:
             requests: As for `calibrate`, in the order of arrival, at least 200; for a decoder as for `prefill`.
             max_drop: Largest share of answers that the recommended way may change; None: as in the settings.
-            max_drops: Shares for which calibrated reuse is tried.
+            max_drops: Shares for which calibrated reuse is tried, besides `max_drop`.
             seconds: Of the second half, as many requests are served as the model alone answers in this time.
             on_way: Called with the advice so far after each way.
 
@@ -298,8 +298,8 @@ class LLMCache:
         """
         core, drop = self._installed_core, self.config.max_drop if max_drop is None else max_drop
         about = core, self.config, list(requests), drop, seconds
-        is_decoder = core.trunk.makes_kv and core.wrapped.head.reads == "tokens"
-        trial: Trial = DecoderTrial(*about) if is_decoder else EncoderTrial(*about, max_drops)
+        is_decoder = core.trunk.makes_kv and core.wrapped.head.name == "language-model head"
+        trial: Trial = DecoderTrial(*about) if is_decoder else EncoderTrial(*about, sorted({*max_drops, drop}))
         return trial.advise(on_way)
 
     @property

@@ -163,7 +163,7 @@ class TierStats:
     n_evicted: int | None
 
 
-_FIRST = ("n_requests", "hit_rate", "hits", "saved_ms", "token_hit_rate", "n_saved_tokens", "audit")
+_FIRST = ("n_requests", "hit_rate", "hits", "saved_s", "token_hit_rate", "n_saved_tokens", "audit")
 #: By layer, or of use with `tau` alone.
 _LAST = frozenset(
     {"hits_by_layer", "reuses_by_layer", "n_layers_skipped", "n_entries", "n_evicted", "n_expelled", "nbytes_by_layer"}
@@ -289,17 +289,14 @@ class Stats:
         return sum(self.n_evicted.values()) + self.n_blocks_evicted
 
     @property
-    def saved_ms(self) -> float:
-        """Estimate of the time saved: what hits would have taken, at the mean of what was computed, less own time.
+    def saved_s(self) -> float | None:
+        """Estimate of the seconds saved: rows served whole, times the mean time of a computed row.
 
-        Own time is that of looking up and storing, so it is negative if the cache costs more than it saves. Of a
-        decoder, tokens are counted, else requests.
+        None until a row was computed. Prefix hits, which save a part of a row, are left out.
         """
-        saved, computed = (
-            (self.n_saved_tokens, self.n_computed_tokens) if self.n_prompt_tokens else (self.n_hits, self.n_misses)
-        )
-        each = self.computing_ms / computed if computed else 0.0
-        return saved * each - self.lookup_ms - self.storing_ms
+        if not (self.n_misses and self.computing_ms):
+            return None
+        return (self.n_hits - self.hits.get("prefix", 0)) * self.computing_ms / self.n_misses / 1e3
 
     def __str__(self) -> str:
         """Return one figure per line, without those that are 0, empty or None: rates first, figures by layer last."""
@@ -320,7 +317,7 @@ class Stats:
         )
         tokens = f", {self.token_hit_rate:.1%} of {self.n_prompt_tokens:,} tokens saved" if self.n_prompt_tokens else ""
         audit = "" if self.audit is None else f"<br>{html.escape(str(self.audit))}"
-        saved = f", {self.saved_ms / 1e3:,.1f} s saved" if self.n_hits else ""
+        saved = f", {self.saved_s:,.1f} s saved" if self.saved_s else ""
         figures = (
             f"{self.n_requests:,} requests, {self.hit_rate:.1%} hits{saved}{tokens}, {self.held_nbytes / 1e6:,.1f} MB"
         )
@@ -330,8 +327,8 @@ class Stats:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, `n_hits`, `n_saved_tokens`, `saved_ms` and the rates included."""
-        counts = {name: getattr(self, name) for name in ("n_hits", "n_saved_tokens", "saved_ms")}
+        """Return plain values for JSON, `n_hits`, `n_saved_tokens`, `saved_s` and the rates included."""
+        counts = {name: getattr(self, name) for name in ("n_hits", "n_saved_tokens", "saved_s")}
         return {**asdict(self), **counts, **self._rates()}
 
     def _rates(self) -> dict[str, float]:

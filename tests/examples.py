@@ -38,6 +38,7 @@ def save_models(folder: Path, words: list[str]) -> None:
         "bare": BARE["bert"],
     }
     known = tokenizer(words=words)
+    known.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     known.model_max_length, known.model_input_names = 48, ["input_ids", "attention_mask"]
     for name, make in made.items():
         build(make).save_pretrained(folder / name)

@@ -1,12 +1,13 @@
 """Locks at a fork: taken without deadlock, free in the child, with a limit on the wait."""
 
+import sys
 import threading
 import time
 
 import pytest
 
 from llmcache.support import threads
-from llmcache.support.threads import at_fork, forkable
+from llmcache.support.threads import SHORT_TURNS, at_fork, forkable
 from tests.fixtures import Patch
 from tests.forks import in_child, needs_fork
 
@@ -62,3 +63,20 @@ def test_locks_that_are_taken_in_another_order_are_waited_for_without_a_deadlock
     assert in_child(lambda: n_acts == [True, False])
     thread.join()
     assert n_acts == [True] and not (first.locked() or second.locked())
+
+
+def test_turns_are_short_while_a_thread_learns_and_not_in_a_child() -> None:
+    before = sys.getswitchinterval()
+
+    def leave() -> tuple[float, float]:
+        in_time = sys.getswitchinterval()
+        SHORT_TURNS.__exit__()  # of a learner whose fork this is
+        with SHORT_TURNS:
+            return in_time, sys.getswitchinterval()
+
+    with SHORT_TURNS:
+        with SHORT_TURNS:
+            assert sys.getswitchinterval() == pytest.approx(1e-4)
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+        assert in_child(leave) == (pytest.approx(before), pytest.approx(1e-4))
+    assert sys.getswitchinterval() == pytest.approx(before)

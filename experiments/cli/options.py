@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from llmcache import ConfigError
+from llmcache.cli.output import INTERRUPTED
 
 DATA_VARIABLE = "LLMCACHE_DATA"
 
@@ -39,7 +40,6 @@ Changes: TypeAlias = Annotated[
 ]
 CONFIGS = Path("configs")
 SMOKE = "smoke.yaml"  # for trial runs; its figures are no results
-INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Size:
 
 
 #: Of a minute on two cores, and of a long demo.
-SHORT, LONG = Size(1300, 4.0, (0.01, 0.02), 1000), Size(5400, 30.0, (0.005, 0.01, 0.02), 5000)
+SHORT, LONG = Size(2000, 3.0, (0.01, 0.02), 1000), Size(5400, 30.0, (0.005, 0.01, 0.02), 5000)
 
 
 def desk(loaded: Loaded, size: Size, on_way: Callable[[Advice], object], seed: int = 0) -> Advice:

@@ -64,9 +64,9 @@ class Rehearsal:
 def empty(cache: LLMCache, observed: Sequence[Observation]) -> None:
     """Clear a cache, and keep the earlier observations valid to learn from."""
     cache.clear()
-    for case in observed:
+    if observed:
         assert cache.calibrated is not None
-        case.generation = cache.calibrated.fitter.bank.purges.generation
+        cache.calibrated.keep(observed)
 
 
 def grow(

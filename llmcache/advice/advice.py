@@ -1,9 +1,10 @@
-"""What was found: a table of ways, and the one to use."""
+"""The figures of the ways that were tried, and which of them to use."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_MARGIN = 1.05  # a way is recommended if it is that many times as fast as every simpler one
+MARGIN = 1.05  # a way is recommended if it is at least that many times as fast as every simpler one
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,15 @@ class Way:
         code: The line to copy.
         mean_ms: Time of a request, in a whole pass, until the audit's queue is empty; None: it was not tried.
         p50_ms: Median time of a call, divided by its requests.
-        p99_ms: The same, 99th percentile.
+        p99_ms: The same, 99th percentile; None: there were fewer than 200 calls.
         changed: Share of answers that differ from the model's own, 0 to 1.
-        bound: Upper bound of that share at a confidence of 1 - `delta`; 0 where answers are the model's own.
+        bound: Upper bound of that share at a confidence of 1 - `delta`, of the calibration, or else of the replay; 0
+            where answers are the model's own and none differed; None: it has none.
         hit_rate: Share of requests that were not computed in full, 0 to 1.
         nbytes: Bytes of all copies of the weights, and of the cache at the end.
         learning_s: Seconds of computing and calibrating on the first half.
-        problem: Why it was not tried, or reuses nothing; "" if neither.
+        problem: Why it was not tried, reuses nothing, or has no bound; "" if none of these.
+        n_rows: Requests of a call.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Way:
     nbytes: int = 0
     learning_s: float = 0.0
     problem: str = ""
+    n_rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Advice:
         max_drop: Largest share of answers that may change, of the recommendation.
         n_learned: Requests learned from.
         n_served: N.
+        margin: A way counts as faster than a simpler one if it is at least that many times as fast: 1.05, or the ratio
+            of two passes of the model alone.
         is_partial: The replay was interrupted, so ways are missing.
     """
 
@@ -53,41 +59,59 @@ class Advice:
     max_drop: float
     n_learned: int
     n_served: int
+    margin: float = MARGIN
     is_partial: bool = False
 
     @property
     def best(self) -> Way:
-        """The simplest way that no other one within `max_drop` beats by more than a twentieth."""
-        tried = [way for way in self.ways if way.mean_ms and way.bound is not None and way.bound <= self.max_drop]
-        fastest = min(way.mean_ms for way in tried if way.mean_ms)
-        return next(way for way in tried if way.mean_ms and way.mean_ms <= _MARGIN * fastest)
+        """The simplest way, one request a call, that no other one within `max_drop` beats by `margin`.
+
+        A way is within it if its bound is, and the share that was seen.
+        """
+        return self._fastest([way for way in self.ways if way.n_rows == 1])
+
+    def _fastest(self, ways: Sequence[Way]) -> Way:
+        within = [(way, way.mean_ms) for way in ways if way.mean_ms and self._is_within(way)]
+        least = min(ms for _, ms in within)
+        return next(way for way, ms in within if ms <= self.margin * least)
+
+    def _is_within(self, way: Way) -> bool:
+        return way.bound is not None and max(way.bound, way.changed) <= self.max_drop
 
     @property
     def recommendation(self) -> str:
-        """What to use, in a sentence, and the line to copy."""
+        """What to use, in a sentence, and the line to copy; "" while ways are missing."""
         best, alone = self.best, self.ways[0]
+        if self.is_partial:
+            return ""
         if best is alone:
-            return f"Do not use llmcache here: nothing else keeps within {self.max_drop:.1%} and is 5 % faster."
+            return (
+                f"Do not use llmcache here: nothing that was tried is {self.margin - 1:.0%} faster and shown to change "
+                f"at most {self.max_drop:.1%} of the answers."
+            )
+        told = f"Use {best.name}"
+        others = self._fastest([way for way in self.ways if way.n_rows == 1 and not _is_ours(way)])
         times = f"{self._speedup(best):.1f} times as fast as {alone.name}"
+        if not _is_ours(best):
+            told += " without llmcache"
+        elif others is not alone and others.mean_ms and best.mean_ms:
+            times += f", {others.mean_ms / best.mean_ms:.1f} times as fast as {others.name}"
         changes = f", at most {best.bound:.2%} of answers changed" if best.bound else ""
-        without = "" if best.name.startswith("llmcache") else " without llmcache"
-        return f"Use {best.name}{without}: {times}{changes}.\n\n    {best.code}"
+        return f"{told}: {times}{changes}.\n\n    {best.code}"
 
     def __str__(self) -> str:
         rows = [self._cells(way) for way in self.ways]
-        widths = [max(len(row[name]) for row in (*rows, dict(zip(rows[0], rows[0], strict=True)))) for name in rows[0]]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in ([*rows[0]], *([*row.values()] for row in rows))
-        ]
+        table = [[*rows[0]], *([*row.values()] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = []
+        for name, *figures in table:
+            cells = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
         notes = [f"{way.name}: {way.problem}" for way in self.ways if way.problem]
         part = "; interrupted, so ways are missing" if self.is_partial else ""
         head = f"{self.n_learned:,} requests learned from, {self.n_served:,} served by each way{part}"
-        return "\n".join(
-            [head, "", *(line.rstrip() for line in lines), *([""] * bool(notes)), *notes, "", self.recommendation]
-        )
+        parts = (head, "\n".join(lines), "\n".join(notes), self.recommendation)
+        return "\n\n".join(part for part in parts if part)
 
     def _cells(self, way: Way) -> dict[str, str]:
         speedup = self._speedup(way)
@@ -113,3 +137,7 @@ class Advice:
         """Return how many times as fast as the model alone a way is."""
         alone = self.ways[0].mean_ms
         return alone / way.mean_ms if alone and way.mean_ms else None
+
+
+def _is_ours(way: Way) -> bool:
+    return way.name.startswith("llmcache")

@@ -7,18 +7,16 @@ import typer
 
 from llmcache.cli.log_file import Column, Log, read_log
 from llmcache.cli.options import ModelsDir
-from llmcache.cli.output import check_writable, write_json
+from llmcache.cli.output import INTERRUPTED, check_writable, write_json
 from llmcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from llmcache import Advice, LLMCache
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
-
 
 def command(
     *,
-    model: Annotated[str, typer.Option(help="'minilm' (packaged), a folder, or a name on the hub.")],
+    model: Annotated[str, typer.Option(help="A classifier, reranker or decoder: a folder, or a name on the hub.")],
     log: Log,
     column: Column = None,
     onnx: Annotated[
@@ -71,11 +69,15 @@ def _wrap(model: str, onnx: Path | None, models_dir: Path | None) -> "LLMCache":
         from llmcache.serving.loading import load_served
 
         served = load_served(model, models_dir)
-        return LLMCache.wrap(served.model, tokenizer=served.tokenizer, answer_of=served.answer_of)
+        about: Any = {"tokenizer": served.tokenizer, "answer_of": served.answer_of, "answer": served.answer}
+        return LLMCache.wrap(served.model, **about)
     from llmcache.engines.onnx import find_missing, open_session
     from llmcache.models.loading import load_tokenizer
 
     if missing := find_missing():
         raise ConfigError(f"--onnx needs {missing}: pip install 'llmcache-torch[onnx]'")
-    session: Any = open_session(onnx)
+    try:
+        session: Any = open_session(onnx)
+    except Exception as error:  # ONNX Runtime's own classes
+        raise ConfigError(f"--onnx {onnx}: {error}") from error
     return LLMCache.wrap(session, tokenizer=load_tokenizer(model, models_dir))

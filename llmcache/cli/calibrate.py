@@ -11,7 +11,7 @@ from llmcache.cli.options import ModelsDir
 
 def command(
     *,
-    model: Annotated[str, typer.Option(help="'minilm' (packaged), a folder, or a name on the hub.")],
+    model: Annotated[str, typer.Option(help="A folder, or a name on the hub, as for `llmcache serve`.")],
     log: Log,
     out: Annotated[Path, typer.Option(metavar="SAVE", file_okay=False, help="Folder to save the calibrated cache to.")],
     column: Column = None,
@@ -39,10 +39,13 @@ def command(
     from llmcache.serving.loading import load_served
 
     given = {"max_drop": max_drop, "engine": engine, "draft": draft}
-    settings = CacheConfig.make(config, **{name: one for name, one in given.items() if one is not None})
+    asked = {name: one for name, one in given.items() if one is not None}
+    settings = CacheConfig.make(config, **asked)  # refused before the model is loaded
     if threads is not None:
         torch.set_num_threads(threads)
     served = load_served(model, models_dir)
+    if settings.answer == "auto":
+        settings = CacheConfig.make(settings, answer=served.answer)
     cache = LLMCache.wrap(served.model, config=settings, tokenizer=served.tokenizer, answer_of=served.answer_of)
     made = cache.calibrate(requests)
     typer.echo(str(made))

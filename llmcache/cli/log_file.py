@@ -31,7 +31,7 @@ def read_log(path: Path, column: str | None = None) -> list[Any]:
     if (kind := kinds.get(path.suffix.lower())) is None:
         raise ConfigError(f"{path}: give a log in one of these formats: {', '.join(kinds)}")
     try:
-        found = [one for one in kind(path, column) if not isinstance(one, str) or one.strip()]
+        found = [one for one in kind(path, column) if (one.strip() if isinstance(one, str) else one)]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None
     except csv.Error as error:
@@ -65,7 +65,9 @@ def _records(path: Path, column: str | None) -> Iterator[Any]:
                 raise ConfigError(f"{path}: record {number} is not valid JSON") from None
             if isinstance(record, Mapping):
                 name = name or _chosen(path, [*record], column)
-                record = record.get(name, "")
+                if name not in record:
+                    raise ConfigError(f"{path}: record {number} has no {name!r}, but {', '.join(record) or 'nothing'}")
+                record = record[name]
             if not isinstance(record, str | list):
                 raise ConfigError(f"{path}: record {number} is a {type(record).__name__}, not a text or messages")
             yield record

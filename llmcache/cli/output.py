@@ -10,6 +10,8 @@ import typer
 
 from llmcache.errors import ConfigError
 
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
+
 
 def check_writable(path: Path | None) -> None:
     """Raise `ConfigError` if `path` cannot be written, so that a long run fails early."""

@@ -51,7 +51,11 @@ _N_TIMED = 7
 
 
 def open_session(path: Path) -> Any:
-    """Return a plain session on a CPU, with torch's number of threads."""
+    """Return a plain session on a CPU, with torch's number of threads.
+
+    Raises:
+        Exception: Whatever ONNX Runtime raises for a file that is no graph.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -105,8 +109,8 @@ class OnnxGraph(GraphEngine):
         if precision != "float32":  # what it answers hangs on all that the key covers
             self.name += f" {precision} {key}"
         kept = (folder or _home() / "engines") / key
-        self._path = kept / _FILE
-        if not (self._path.is_file() and self._is_fit()):
+        self.path = kept / _FILE
+        if not (self.path.is_file() and self._is_fit()):
             with tempfile.TemporaryDirectory(prefix="llmcache-") as made:
                 _export(twin, Path(made) / _FILE)
                 if precision == "int8":
@@ -129,7 +133,7 @@ class OnnxGraph(GraphEngine):
     @property
     def nbytes(self) -> int:
         """Bytes of its files, nearly all of them weights."""
-        return sum(one.stat().st_size for one in self._path.parent.iterdir())
+        return sum(one.stat().st_size for one in self.path.parent.iterdir())
 
     def close(self) -> None:
         """Run all calls eagerly from now on, and free the graph."""
@@ -182,7 +186,7 @@ class OnnxGraph(GraphEngine):
         left_out = ["SkipLayerNormFusion"] if device.type == "cpu" else []
         settings = {} if device.type == "cpu" else {"device_id": device.index or 0, "use_tf32": 0}
         return self._runtime.InferenceSession(
-            self._path, options, providers=[(self._provider, settings)], disabled_optimizers=left_out
+            self.path, options, providers=[(self._provider, settings)], disabled_optimizers=left_out
         )
 
     def _key(self) -> str:
@@ -198,13 +202,13 @@ class OnnxGraph(GraphEngine):
     def _is_fit(self) -> bool:
         """Whether the kept graph is intact and computes as the model does."""
         try:
-            if reason := why_untrusted(self._path.parent.parent):
+            if reason := why_untrusted(self.path.parent.parent):
                 raise ValueError(reason)
-            if _digest_of(self._path.parent) != (self._path.parent / _DIGEST).read_text():
+            if _digest_of(self.path.parent) != (self.path.parent / _DIGEST).read_text():
                 raise ValueError("its files are damaged, or another graph's")
             self._compare()
         except Exception as error:  # a damaged file, or a foreign one
-            logger.warning("llmcache: the graph in %s is not used: %s", self._path.parent, error)
+            logger.warning("llmcache: the graph in %s is not used: %s", self.path.parent, error)
             return False
         return True
 
@@ -321,15 +325,22 @@ def quantise(graph: Path, path: Path, trunk: str | None = None) -> Path:
     """Write a float32 graph with dynamic int8 products, one scale for each column of the weights; return its path.
 
     A head's products stay in float32: it has few, and margins are read from what they return. What returns an output is
-    of the head, and in a graph of ours all that is not within `trunk`, a path of the module.
+    of the head, and in a graph of ours all that is not within `trunk`, a path of the module. A last product without a
+    name is not told apart, and is int8 too.
+
+    Raises:
+        Exception: Whatever onnx and ONNX Runtime raise for a file that is no graph.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     made = onnx.load(graph, load_external_data=False).graph
     outputs = {one.name for one in made.output}
+    last = [one for one in made.node if outputs & set(one.output)]
+    outputs |= {name for one in last if one.op_type == "Add" for name in one.input}  # a product, and its bias
     place = None if trunk is None else f"module.{trunk}".rstrip(".")
     head = [one for one in made.node if outputs & set(one.output) or not (place is None or _is_within(one, place))]
+    is_apart = any(one.data_location == onnx.TensorProto.EXTERNAL for one in made.initializer)
     with _quiet(None):  # the root logger is told to advise a step for graphs of images
         quantize_dynamic(
             graph,
@@ -339,8 +350,10 @@ def quantise(graph: Path, path: Path, trunk: str | None = None) -> Path:
             reduce_range=not _has_vnni(),
             weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm", "Gather"],  # not attention: its int8 operator is another
-            nodes_to_exclude=[name for one in head for name in (one.name, f"{one.name}_MatMul")],  # of a Gemm
-            use_external_data_format=graph.with_name(f"{graph.name}.data").is_file(),
+            nodes_to_exclude=[
+                name for one in head if one.name for name in (one.name, f"{one.name}_MatMul")
+            ],  # of a Gemm
+            use_external_data_format=is_apart,
         )
     return path
 

@@ -305,8 +305,22 @@ class CallableModel(nn.Module):
         path: str | None = _graph_of(self.trunk.function.given)[0]
         return path
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of that file and of the files that it names; 0: unknown."""
+        return 0 if self.path is None else sum(one.stat().st_size for one in _files_of(self.path))
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it is a session whose graph quantises by the values of a call, as dynamic int8 does."""
+        return _is_dynamic(self.trunk.function.given)
+
     def copy(self, tokenizer: Any) -> "CallableModel":
-        """Return another model of the same callable, which no cache wraps."""
+        """Return another model of the same callable, which no cache wraps.
+
+        Raises:
+            UnsupportedModelError: It does not take a call any more.
+        """
         table = None if self.trunk.table is None else self.trunk.table.weight
         return CallableModel(self.trunk.function.given, self.trunk.digest, table, tokenizer)
 
@@ -414,15 +428,21 @@ def _digest_of(given: Any) -> str:
             f"a {type(given).__name__} does not tell its weights apart from others: give "
             "digest='...', a text that names all that decides answers"
         )
-    sha = hashlib.sha256(content := Path(path).read_bytes())
-    names = set()
+    whole, *outside = _files_of(path)
+    sha = hashlib.sha256(whole.read_bytes())
+    for one in outside:
+        with one.open("rb") as file:
+            sha.update(hashlib.file_digest(file, "sha256").digest())
+    return sha.hexdigest()
+
+
+def _files_of(path: Any) -> list[Path]:
+    """Return an ONNX file, and the files that it names."""
+    content, names = Path(path).read_bytes(), set()
     for one in _OUTSIDE.finditer(content):
         n_bytes = one[2][0] if not one[1] else (one[1][0] & 0x7F) + (one[2][0] << 7)  # a varint
         names.add(content[one.end() : one.end() + n_bytes].decode(errors="replace"))
-    for outside in (Path(path).parent / name for name in sorted(names)):
-        with outside.open("rb") as file:
-            sha.update(hashlib.file_digest(file, "sha256").digest())
-    return sha.hexdigest()
+    return [Path(path), *(Path(path).parent / name for name in sorted(names))]
 
 
 def _checked(embeddings: Any) -> Tensor | None:

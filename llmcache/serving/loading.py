@@ -68,6 +68,11 @@ class Served:
     dimensions: int | None = None  # default length of an embedding; None: all of the model's dimensions
 
     @property
+    def answer(self) -> str:
+        """The setting `answer` of its cache: a sentence-transformers classifier does not show that it is one."""
+        return ("labels" if self.is_multi_label else "class") if self.kind == "classifier" else "auto"
+
+    @property
     def config(self) -> Any:
         """Config of the transformers model inside."""
         return locate(self.model).config

@@ -11,7 +11,6 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import llmcache
-from llmcache.serving.cache_figures import saved_s
 from llmcache.serving.history import EVERY_S, Interval, Sample
 from llmcache.serving.server import Server
 from llmcache.stats import Stats
@@ -120,7 +119,7 @@ def view(server: Server) -> dict[str, Any]:
         "server": server,
         "computes": f"{server.engine_name()}, {server.dtype} on {server.device}{draft}",
         "stats": stats,
-        "saved_s": saved_s(stats),
+        "saved_s": stats.saved_s,
         "allowed": allowed,
         "intervals": intervals,
         "bars": list(_bars(intervals)),

@@ -21,6 +21,7 @@ import torch
 _T = TypeVar("_T")
 _PATIENCE_S = 1.0  # longest wait for locks before a fork
 _TURN_S = 1e-4
+_NICE = 10  # a tenth of the time of a core that another thread wants
 
 _guards: dict[int, weakref.ref[Any]] = {}  # locks that a fork waits for, by identity
 _others: dict[int, weakref.ref[Any]] = {}  # locks, conditions and events that a fork only resets
@@ -39,6 +40,12 @@ def compute_alone() -> None:
     with suppress(RuntimeError):  # the interpreter is shutting down and starts no threads
         others.start()
         others.join()
+
+
+def stand_back() -> None:
+    """Have the calling thread give way to others, if the system knows priorities of threads (Linux)."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _find_mkl() -> Callable[[int], int]:
@@ -175,6 +182,8 @@ class ShortTurns:
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
+            if not self._n_within:  # a forked child, see `_reset`
+                return
             self._n_within -= 1
             if not self._n_within:
                 sys.setswitchinterval(self._before_s)

@@ -68,6 +68,8 @@ def test_a_log_in_each_format(name: str, text: str, column: str | None, found: l
         ("a.parquet", "", None, "one of these formats: .txt, .csv, .jsonl"),
         ("a.jsonl", "{\n", None, "record 1 is not valid JSON"),
         ("a.jsonl", '{"text": 5}\n', None, "record 1 is a int"),
+        ("a.jsonl", '{"text": "one"}\n{"said": "two"}\n', None, "record 2 has no 'text', but said"),
+        ("a.jsonl", '{"text": "one"}\n', "said", "record 1 has no 'said', but text"),
     ],
 )
 def test_a_log_that_cannot_be_read(name: str, text: str, column: str | None, error: str, tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_advise_prints_a_table_and_writes_figures(
     def interrupted(self: Any, *given: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(encoder.EncoderTrial, "_with_cache", interrupted)
+    monkeypatch.setattr(encoder.EncoderTrial, "_exact", interrupted)
     assert run_main(*map(str, words)) == 130
     assert "interrupted, so ways are missing" in capsys.readouterr().out
 
@@ -115,6 +117,7 @@ def test_calibrate_saves_what_serve_loads(model: Path, log: Path, tmp_path: Path
         ({"max_drop": "2"}, "max_drop"),
         ({"model": "bare"}, "returns none of them"),
         ({"model": "nowhere"}, "could not be loaded"),
+        ({"onnx": "not a graph"}, "--onnx "),
     ],
 )
 def test_advise_refuses_in_a_line(change: dict[str, str], error: str, model: Path, log: Path, capsys: Shown) -> None:
@@ -126,7 +129,11 @@ def test_advise_refuses_in_a_line(change: dict[str, str], error: str, model: Pat
     if name == "bare":
         build(BARE["bert"]).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
+    words = ["--model", folder, "--log", str(log), "--max-drop", change.get("max_drop", "0.05")]
+    if "onnx" in change:
+        (log.parent / "model.onnx").write_text(change["onnx"])
+        words += ["--onnx", str(log.parent / "model.onnx")]
     capsys.readouterr()
-    assert run_main("advise", "--model", folder, "--log", str(log), "--max-drop", change.get("max_drop", "0.05")) == 2
+    assert run_main("advise", *words) == 2
     captured = capsys.readouterr()
     assert error in captured.err and captured.err.count("\n") == 1 and captured.out == ""

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.cli.options import INTERRUPTED
 from experiments.measures import MEASURES, Measure, demo
 from experiments.measures.base import Outcome
 from experiments.methods import METHODS
@@ -25,6 +24,7 @@ from experiments.support.files import held
 from experiments.tasks import TASKS
 from llmcache import Advice, Way, lab
 from llmcache.advice import encoder
+from llmcache.cli.output import INTERRUPTED
 from tests.experiments.helpers import TASK, Commands, learning
 from tests.tiny_models import CLASSIFIERS, GENERATORS, save_bert
 from tests.tiny_models import build as build_model

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.cli.options import INTERRUPTED
 from experiments.data.labelled import Data, read_requests, split
 from experiments.data.published import Question, read_squad
 from experiments.models.loading import SMOLLM2, UNTRAINED, Loaded, encode, load, prepared_figures
@@ -22,6 +21,7 @@ from experiments.prepare import openbookqa, prepare, smollm2, squad_v2, trainer,
 from experiments.prepare.cloze import make_clozes
 from experiments.support.files import Folders
 from experiments.tasks import build, make_task
+from llmcache.cli.output import INTERRUPTED
 from llmcache.errors import ConfigError
 from llmcache.models import loading
 from tests.experiments.helpers import Commands, save_tiny

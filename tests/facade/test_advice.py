@@ -1,5 +1,6 @@
 """`LLMCache.advise`: ways of each kind of model, what is recommended, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.fixtures import Patch
 from tests.tiny_models import BARE, GENERATORS, build, tokenizer
 
 N = 800
-SMALL: dict[str, Any] = {"max_drops": (0.001, 0.05), "max_drop": 0.05, "seconds": 0.5}
+SMALL: dict[str, Any] = {"max_drops": (0.001,), "max_drop": 0.05, "seconds": 0.5}
 
 
 def log(n: int = N) -> list[dict[str, torch.Tensor]]:
@@ -67,7 +68,7 @@ def test_an_encoder_with_onnx_runtime_and_a_draft(monkeypatch: Patch, tmp_path: 
     assert ways["ONNX Runtime"].changed == 0 and not ways["ONNX Runtime"].problem
     int8, draft = ways["ONNX Runtime, int8"], ways["llmcache, reuse and draft, 5 %"]
     assert int8.bound is not None and int8.changed < int8.bound < 0.2
-    assert draft.bound is not None and draft.changed <= 0.1 and 'draft="int8"' in draft.code
+    assert draft.bound is not None and draft.changed <= 0.1 and "draft='int8'" in draft.code
     assert draft.nbytes > ways["ONNX Runtime"].nbytes > 0
 
 
@@ -83,11 +84,13 @@ def test_a_session(tmp_path: Path) -> None:
     assert ways["llmcache, exact repeats"].code == "cache = LLMCache.wrap(session, tokenizer=tokenizer)"
 
 
-def test_a_decoder() -> None:
-    model = build(GENERATORS["llama"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_decoder(family: str) -> None:
+    """Prompts of several lengths: the positions of padded rows are those that `generate` counts."""
+    model = build(GENERATORS[family])
     rng = torch.Generator().manual_seed(0)
     beginning = torch.randint(5, 60, (40,), generator=rng).tolist()
-    prompts = [beginning + torch.randint(5, 60, (4,), generator=rng).tolist() for _ in range(LEAST)]
+    prompts = [beginning + torch.randint(5, 60, (2 + i % 5,), generator=rng).tolist() for i in range(LEAST)]
     with LLMCache.wrap(model, prefix={"block": 8}) as cache:
         ways = named(cache.advise(prompts, seconds=0.5))
         assert cache.stats().n_requests == 0
@@ -96,6 +99,7 @@ def test_a_decoder() -> None:
     ]
     assert {way.changed for way in ways.values()} == {0.0}
     assert ways["llmcache, prefixes"].hit_rate == 1 and ways["llmcache, batches of 8"].hit_rate > 0.8
+    assert [way.n_rows for way in ways.values()] == [1, 1, 8, 8]
 
 
 def test_an_interrupted_replay_leaves_the_model_wrapped(no_onnx: None) -> None:
@@ -113,7 +117,7 @@ def test_an_interrupted_replay_leaves_the_model_wrapped(no_onnx: None) -> None:
 @pytest.mark.parametrize(
     ("ways", "told"),
     [
-        ([("llmcache, exact repeats", 9.8, 0.0)], "Do not use llmcache here"),
+        ([("llmcache, exact repeats", 9.8, 0.0)], "Do not use llmcache here: nothing that was tried is 5% faster"),
         (
             [("ONNX Runtime, int8", 2.0, 0.004), ("llmcache, reuse, 0.5 %", 1.95, 0.004)],
             "int8 without llmcache: 5.0 times",
@@ -132,10 +136,23 @@ def test_the_simplest_way_within_the_bound_that_none_beats_is_recommended(
     others = [Way(name, f"code of {name}", ms, ms, ms, bound=bound) for name, ms, bound in ways]
     advice = Advice((alone, *others), 0.005, 100, 100)
     assert told in advice.recommendation
+    assert replace(advice, is_partial=True).recommendation == ""
+    assert replace(advice, margin=20).best is alone
     assert advice.best is alone or advice.best.code in advice.recommendation
 
 
+def test_a_way_that_changed_more_than_its_bound_is_not_recommended() -> None:
+    alone = Way("the model alone", "model(**inputs)", 10.0, 10.0, 10.0, bound=0.0)
+    drifted = Way("llmcache, reuse, 0.5 %", "code", 1.0, 1.0, 1.0, changed=0.012, bound=0.005)
+    assert Advice((alone, drifted), 0.005, 100, 100).best is alone
+
+
 def test_what_is_refused() -> None:
+    with LLMCache.wrap(build(GENERATORS["gpt2"]), tokenizer=tokenizer()) as cache:
+        with pytest.raises(ConfigError, match="request 0 is a int: for a decoder give"):
+            cache.advise([5] * LEAST)
+        with pytest.raises(ConfigError, match="request 0 has 500 tokens, and the model takes 64"):
+            cache.advise([[5] * 500] * LEAST)
     with LLMCache.wrap(classifier(), tokenizer=tokenizer()) as cache:
         with pytest.raises(ConfigError, match="50 requests: advice needs at least 200"):
             cache.advise(log(50))

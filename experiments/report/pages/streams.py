@@ -31,7 +31,7 @@ RATES = {
 def first_screen(results_dir: Path) -> str:
     """Return the README's table of one stream: what `llmcache advise` printed on it."""
     runs = [run for run in runs_if_any(results_dir, "advise") if run.is_timed and run.task == "banking77"]
-    return columns(show.ADVICE, runs[0].metrics["ways"]) if runs else missing(tuple(show.ADVICE), "advise")
+    return columns(show.ADVICE, runs[0].metrics["summary"]) if runs else missing(tuple(show.ADVICE), "advise")
 
 
 def service(results_dir: Path) -> str:

@@ -38,7 +38,7 @@ from llmcache.reuse.sources import Source
 from llmcache.stats import Status
 from llmcache.support.arrays import Doubles, Floats, below
 from llmcache.support.stacks import pack, unpack
-from llmcache.support.threads import SHORT_TURNS, at_fork, compute_alone, forkable
+from llmcache.support.threads import SHORT_TURNS, at_fork, compute_alone, forkable, stand_back
 
 logger = logging.getLogger("llmcache")
 _CALIBRATION = TypeAdapter(Calibration)
@@ -130,6 +130,11 @@ class CalibratedReuse:
         is_current = self._bank.purges.is_current
         return [case for case in observed if is_current(case.scope.namespace, case.row.key, case.generation)]
 
+    def keep(self, observed: Sequence[Observation]) -> None:
+        """Keep requests valid to learn from that were observed before the cache was cleared."""
+        for case in observed:
+            case.generation = self._bank.purges.generation
+
     def observe(self, observations: Sequence[Observation]) -> None:
         """Collect computed requests; once there are `learn` of them, calibrate in a thread."""
         if not self.is_learning:
@@ -150,13 +155,15 @@ class CalibratedReuse:
 
     def _learn_from(self, observed: Sequence[Observation]) -> None:
         compute_alone()
+        stand_back()
         try:
             with self._lock:  # so that no purge comes between
                 left = self.remaining(observed)
                 if len(left) < len(observed):  # some were purged: go on learning with the others
                     self._observed, self._is_calibrating = [*left, *self._observed], False
                     return
-                self.calibrate(left, self._risk_target)
+                with SHORT_TURNS:
+                    self.calibrate(left, self._risk_target)
         except CalibrationError as error:
             self._learn = None
             self._counters.error("calibrate", error, is_of_call=False)
@@ -198,7 +205,7 @@ class CalibratedReuse:
             self._is_calibrating = True  # calls meanwhile must not wait for the lock
             try:
                 # NumPy's BLAS has threads of its own, which spin: beside calls in service both would take far longer.
-                with SHORT_TURNS, threadpool_limits(limits=1, user_api="blas"):
+                with threadpool_limits(limits=1, user_api="blas"):
                     return self._calibrate(observed, risk_target)
             except Exception as error:
                 self.end()
@@ -216,7 +223,8 @@ class CalibratedReuse:
                 observed = self.remaining(observed)
                 risk_target = RiskTarget(calibration.max_drop, calibration.delta, "changed", calibration.sources, 0)
                 self._divide(observed, risk_target)
-                self.calibrate(observed, risk_target)
+                with SHORT_TURNS:
+                    self.calibrate(observed, risk_target)
 
     def alarm(self, calibration: Calibration) -> None:
         """React to an alarm: the first lowers the limit to half of the hits, the second ends the calibration."""
