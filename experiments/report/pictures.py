@@ -301,7 +301,8 @@ def plot_ways(report: Mapping[str, Any], path: Path, is_idle: bool = True) -> No
     alone = tried[0]["mean_ms"]
     _bars(left, [way["name"] for way in tried], [alone / way["mean_ms"] for way in tried], _is_ours)
     for place, way in enumerate(tried):
-        text = f"{alone / way['mean_ms']:.1f};  p99 {way['p99_ms']:.1f} ms"
+        p99 = "" if way["p99_ms"] is None else f";  p99 {way['p99_ms']:.1f} ms"
+        text = f"{alone / way['mean_ms']:.1f}{p99}"
         left.annotate(
             text, (alone / way["mean_ms"], place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7
         )

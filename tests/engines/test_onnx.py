@@ -113,12 +113,12 @@ def test_families_compute_within_1e_4_of_the_model(wrap: Any, family: str, kind:
 def test_a_kept_graph_is_made_anew_if_it_does_not_fit(
     wrap: Any, engine: dict[str, Any], damage: str, exports: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, kept = wrap()._core.forward.engine._path, engine["folder"]
+    path, kept = wrap()._core.forward.engine.path, engine["folder"]
     assert len(exports) == 1 and not list(kept.glob(".new-*"))
     if damage == "cut off":
         path.write_bytes(path.read_bytes()[:1000])
     elif damage == "another model's":
-        other = wrap("gpt2", "classifier")._core.forward.engine._path
+        other = wrap("gpt2", "classifier")._core.forward.engine.path
         shutil.copytree(other.parent, path.parent, dirs_exist_ok=True)
     elif damage == "gone":
         shutil.rmtree(path.parent)

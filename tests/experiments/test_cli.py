@@ -280,7 +280,9 @@ def test_an_interrupted_demo_shows_what_is_known(
     monkeypatch.chdir(tmp_path)
 
     def interrupted(loaded: Any, size: Any, on_way: Any) -> None:
-        on_way(Advice((Way("the model alone", "model(**inputs)", 1.0, 1.0, 1.0, bound=0.0),), 0.1, 9, 9, True))
+        on_way(
+            Advice((Way("the model alone", "model(**inputs)", 1.0, 1.0, 1.0, bound=0.0),), 0.1, 9, 9, is_partial=True)
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loading, "load", lambda name: None)

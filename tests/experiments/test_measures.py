@@ -350,7 +350,7 @@ def advise(rows: Rows, metrics: Any) -> None:
     alone, *others = rows
     assert (alone["speedup"], alone["changed"], alone["bound"]) == (1.0, 0.0, 0.0) and metrics["best"]
     assert {way["name"] for way in others} >= {"ONNX Runtime", "llmcache, exact repeats"}
-    assert all("needs" in way["problem"] for way in others if "reuse" in way["name"])
+    assert sum("needs" in way["problem"] for way in others if "reuse" in way["name"]) == 4  # not at 20 %
 
 
 def beside(rows: Rows, metrics: Any) -> None:

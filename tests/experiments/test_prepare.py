@@ -153,7 +153,9 @@ def test_the_seed_decides_and_mixed_precision_ends_with_the_training(
     found[0].save_pretrained(tmp_path / "saved")  # type: ignore[operator]
     again = type(found[0]).from_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
     with torch.inference_mode():
-        assert not torch.equal(*weights) and torch.equal(found[0](**ids).logits, again.eval()(**ids).logits)
+        own, loaded = found[0](**ids).logits, again.eval()(**ids).logits
+    # In bfloat16 they would differ by 1e-4; the last bit may depend on where a processor finds the weights.
+    assert not torch.equal(*weights) and torch.allclose(own, loaded, rtol=0, atol=1e-7)
 
 
 @settings(deadline=None, max_examples=20)

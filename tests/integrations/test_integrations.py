@@ -45,7 +45,7 @@ def test_every_heading_has_a_test() -> None:
     headings = set(re.findall(r"^## (.*)$", text_of(PAGE), re.MULTILINE))
     assert headings == {
         *("scikit-learn", "LangChain", "LlamaIndex", "Haystack"),
-        *("LiteLLM", "FastAPI", "MTEB", "lm-eval"),
+        *("Over HTTP", "LiteLLM", "FastAPI", "MTEB", "lm-eval"),
     }
     assert len(blocks(PAGE)) == 1 + len(headings)
 
