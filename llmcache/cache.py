@@ -287,7 +287,8 @@ class LLMCache:
             requests: As for `calibrate`, in the order of arrival, at least 200; for a decoder as for `prefill`.
             max_drop: Largest share of answers that the recommended way may change; None: as in the settings.
             max_drops: Shares for which calibrated reuse is tried, besides `max_drop`.
-            seconds: Of the second half, as many requests are served as the model alone answers in this time.
+            seconds: Of the second half, as many requests are served as the model alone answers in this time, and at
+                least 100.
             on_way: Called with the advice so far after each way.
 
         Raises:

@@ -292,7 +292,8 @@ class Stats:
     def saved_s(self) -> float | None:
         """Estimate of the seconds saved: rows served whole, times the mean time of a computed row.
 
-        None until a row was computed. Prefix hits, which save a part of a row, are left out.
+        None until a row was computed. Prefix hits, which save a part of a row, are left out, and `lookup_ms` is not
+        subtracted.
         """
         if not (self.n_misses and self.computing_ms):
             return None

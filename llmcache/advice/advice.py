@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 MARGIN = 1.05  # a way is recommended if it is at least that many times as fast as every simpler one
+_MOST_NOISE = 1.25  # ratio of two passes of the model alone, above which times decide nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,15 @@ class Advice:
         best, alone = self.best, self.ways[0]
         if self.is_partial:
             return ""
+        if self.margin > _MOST_NOISE:
+            return (
+                f"No recommendation: two passes of {alone.name} differ by {self.margin - 1:.0%}. Let nothing else run, "
+                "or serve more requests (seconds)."
+            )
         if best is alone:
             return (
                 f"Do not use llmcache here: nothing that was tried is {self.margin - 1:.0%} faster and shown to change "
-                f"at most {self.max_drop:.1%} of the answers."
+                f"at most {self.max_drop:.1%} of the answers.{self._in_batches}"
             )
         told = f"Use {best.name}"
         others = self._fastest([way for way in self.ways if way.n_rows == 1 and not _is_ours(way)])
@@ -97,7 +104,17 @@ class Advice:
         elif others is not alone and others.mean_ms and best.mean_ms:
             times += f", {others.mean_ms / best.mean_ms:.1f} times as fast as {others.name}"
         changes = f", at most {best.bound:.2%} of answers changed" if best.bound else ""
-        return f"{told}: {times}{changes}.\n\n    {best.code}"
+        return f"{told}: {times}{changes}.{self._in_batches}\n\n    {best.code}"
+
+    @property
+    def _in_batches(self) -> str:
+        """What to use for several requests a call, if it was tried."""
+        ways = [way for way in self.ways if way.n_rows > 1 and self._is_within(way)]
+        best = min(ways, key=lambda way: way.mean_ms or inf, default=None)
+        if best is None or not ways[0].mean_ms or not best.mean_ms or best is ways[0]:
+            return ""
+        times = f"{ways[0].mean_ms / best.mean_ms:.1f} times as fast as {ways[0].name}"
+        return f" Of several requests a call, {best.name}: {times}."
 
     def __str__(self) -> str:
         rows = [self._cells(way) for way in self.ways]

@@ -27,7 +27,7 @@ def command(
         float, typer.Option(help="Largest share of answers that the recommended way may change, over 0, under 1.")
     ] = 0.005,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="Requests served: as many as the model answers in it.")
+        float, typer.Option(min=0.1, help="Requests served: as many as the model answers in it, at least 100.")
     ] = 20.0,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
     models_dir: ModelsDir = None,
@@ -35,7 +35,8 @@ def command(
 ) -> None:
     """Replay a log by each way to answer it, print a table, and recommend one: maybe one without llmcache.
 
-    Half of the log is learned from, and later requests are served. Ctrl-C prints what is known by then.
+    Half of the log, or as much as the bound needs, is learned from, and later requests are served. It takes a minute or
+    two for a small model. Ctrl-C prints what is known by then.
     """
     check_writable(json_file)
     requests = read_log(log, column)

@@ -1,6 +1,7 @@
 """`llmcache calibrate`: learn from a log in a process of its own, and save the calibrated cache for serving."""
 
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 import typer
@@ -15,7 +16,9 @@ def command(
     log: Log,
     out: Annotated[Path, typer.Option(metavar="SAVE", file_okay=False, help="Folder to save the calibrated cache to.")],
     column: Column = None,
-    max_drop: Annotated[float | None, typer.Option(help="Largest share of answers that may change.")] = None,
+    max_drop: Annotated[
+        float | None, typer.Option(help="Largest share of answers that may change. Default: as in --config, or 0.005.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="YAML file with the cache's settings.")
     ] = None,
@@ -47,8 +50,10 @@ def command(
     if settings.answer == "auto":
         settings = CacheConfig.make(settings, answer=served.answer)
     cache = LLMCache.wrap(served.model, config=settings, tokenizer=served.tokenizer, answer_of=served.answer_of)
+    typer.echo(f"computing {len(requests):,} requests, then calibrating", err=True)
+    started = perf_counter()
     made = cache.calibrate(requests)
-    typer.echo(str(made))
+    typer.echo(f"{made}\n{perf_counter() - started:.0f} s in all")
     if made.chosen is None:
         raise typer.Exit(1)
     cache.save(out)

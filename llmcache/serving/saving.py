@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from llmcache.cache import LLMCache
+from llmcache.calls.save import CALIBRATED
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, LLMCacheError, StoreError, UnfitBankError
 from llmcache.models.sentences import find_pooled
@@ -85,6 +86,11 @@ class Saves:
             logger.info("restored %d requests from %s in %.1f s", cache.stats().n_stored, folder, took)
             if cache.calibration is not None:
                 logger.info("calibrated: %s", str(cache.calibration).partition("\n")[0])
+            elif given and any(folder.glob(f"{CALIBRATED}-*")):  # made with another engine or draft
+                self.is_kept = True
+                logger.error(
+                    "the calibration of the save does not serve with these settings; nothing is saved, so it stays"
+                )
             return cache
         except UnfitBankError as error:
             self._keep_folder(error)

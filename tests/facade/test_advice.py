@@ -137,7 +137,9 @@ def test_the_simplest_way_within_the_bound_that_none_beats_is_recommended(
     advice = Advice((alone, *others), 0.005, 100, 100)
     assert told in advice.recommendation
     assert replace(advice, is_partial=True).recommendation == ""
-    assert replace(advice, margin=20).best is alone
+    assert (
+        "No recommendation: two passes of the model alone differ by 50%" in replace(advice, margin=1.5).recommendation
+    )
     assert advice.best is alone or advice.best.code in advice.recommendation
 
 
@@ -145,6 +147,17 @@ def test_a_way_that_changed_more_than_its_bound_is_not_recommended() -> None:
     alone = Way("the model alone", "model(**inputs)", 10.0, 10.0, 10.0, bound=0.0)
     drifted = Way("llmcache, reuse, 0.5 %", "code", 1.0, 1.0, 1.0, changed=0.012, bound=0.005)
     assert Advice((alone, drifted), 0.005, 100, 100).best is alone
+
+
+def test_batches_are_recommended_beside_single_calls() -> None:
+    ways = [("the model alone", 10.0, 1), ("llmcache, prefixes", 9.9, 1), ("the model alone, batches of 8", 5.0, 8)]
+    made = [
+        Way(name, "", ms, ms, ms, bound=0.0, n_rows=n) for name, ms, n in [*ways, ("llmcache, batches of 8", 1.0, 8)]
+    ]
+    told = Advice(tuple(made), 0.005, 100, 100).recommendation
+    assert told.startswith("Do not use") and told.endswith(
+        "llmcache, batches of 8: 5.0 times as fast as the model alone, batches of 8."
+    )
 
 
 def test_what_is_refused() -> None:

@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from llmcache import LLMCache
 from llmcache.errors import ConfigError, StoreError
+from llmcache.serving.loading import Served
 from llmcache.serving.running import Uvicorn
+from llmcache.serving.saving import Saves
 from llmcache.serving.server import Server
 from llmcache.support.folder import MANIFEST
 from tests.commands import run_main
 from tests.contract.servers import Commands
+from tests.contract.streams import calibrated, classifier
 from tests.fixtures import Log, Patch, Shown
 from tests.serving.served import Client, make_server, write
 
@@ -91,6 +95,17 @@ def test_settings_that_differ_from_those_of_the_save(models: Path, save: Path) -
         make_server(folder, {"payload": "sequence"}, save=save)
     assert cached(folder, {"max_bytes": 5_000_000, "policy": "lfu"}, save=save) == "HIT"
     assert cached(folder, save=save) == "HIT"  # with the settings of the save
+
+
+def test_a_calibration_that_does_not_serve_with_the_settings_stays_in_the_save(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
+    with calibrated() as cache:
+        cache.save(tmp_path)
+    monkeypatch.setattr(LLMCache, "calibration", property(lambda self: None))  # as under another engine
+    saves = Saves(tmp_path)
+    saves.attach_cache(Served("classifier", classifier(), None, 32), None, engine="eager").unwrap()
+    assert saves.is_kept and "nothing is saved, so it stays" in caplog.text
 
 
 def test_saves_that_fail(models: Path, tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:

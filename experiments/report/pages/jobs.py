@@ -50,7 +50,7 @@ def jobs(results_dir: Path) -> str:
             ),
             (
                 "serve a classifier over HTTP",
-                "`llmcache serve --model FOLDER --save SAVE`",
+                "`llmcache calibrate --engine onnxruntime --draft int8 --out SAVE`, `llmcache serve --save SAVE`",
                 *_serving(results_dir),
                 "bounded",
                 f"[figures]({_SERVING})",
