@@ -29,7 +29,7 @@ _NAMES = {
     "paper.fingerprints": ("ShingleMinHash",),
     "memory.index.lsh": ("share_equal",),
     # Engines: experiments export models in the same way.
-    "engines.onnx": ("quantise", "untransposed"),
+    "engines.onnx": ("open_session", "quantise", "untransposed"),
     # Fit and choose: calibrations, step by step.
     "reuse.calibration.calibrated_reuse": ("CalibratedReuse",),
     "reuse.calibration.observer": ("outputs", "targets"),

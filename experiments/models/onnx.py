@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.models.loading import Inputs
-from llmcache.lab import untransposed
+from llmcache.lab import open_session, untransposed
 
 
 class OnnxModel(nn.Module):
@@ -24,15 +24,7 @@ class OnnxModel(nn.Module):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        # Else its threads go on spinning for a while after a run, and hold up the session of a second model.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        self._session = onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=["SkipLayerNormFusion"]
-        )
+        self._session = open_session(path)
         self._names = [one.name for one in self._session.get_inputs()]
 
     def forward(self, **inputs: Tensor) -> Tensor:

@@ -137,12 +137,6 @@ ENGINES_BERT: Mapping[str, Cell] = {
     "requests a call": lambda row: count(row["run"].metrics["batch"]),
     **{name: cell for name, cell in ENGINES.items() if name not in STREAM},
 }
-FIRST_SCREEN: Mapping[str, Cell] = {
-    **{name: ENGINES[name] for name in ("way", "ms")},
-    "times eager": of(number, "speedup", 2),
-    "changed": ENGINES["changed"],
-    "bound": ENGINES["target"],
-}
 ENGINE_PARITY: Mapping[str, Cell] = {
     **STREAM,
     "engine": itemgetter("engine"),

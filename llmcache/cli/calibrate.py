@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from llmcache.cli import options
 from llmcache.cli.log_file import Column, Log, read_log
-from llmcache.cli.options import ModelsDir
 
 
 def command(
@@ -22,14 +22,10 @@ def command(
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="YAML file with the cache's settings.")
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="What computes misses: eager, onnxruntime or auto; overrides --config.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="int8: also serve an int8 copy's answers, within the bound; overrides --config.")
-    ] = None,
+    engine: options.Engine = None,
+    draft: options.Draft = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
-    models_dir: ModelsDir = None,
+    models_dir: options.ModelsDir = None,
 ) -> None:
     """Calibrate on a log, print the bound, and save: serve it with `llmcache serve --save SAVE`, or `LLMCache.load`.
 

@@ -17,6 +17,12 @@ ModelsDir: TypeAlias = Annotated[
     Path | None, typer.Option(envvar=MODELS_VARIABLE, help="Folder in which to look up models by name.")
 ]
 Model: TypeAlias = Annotated[str, typer.Option(help="A causal language model: a folder, or a name on the hub.")]
+Engine: TypeAlias = Annotated[
+    str | None, typer.Option(help="What computes misses: eager, onnxruntime or auto; overrides --config.")
+]
+Draft: TypeAlias = Annotated[
+    str | None, typer.Option(help="int8: also serve an int8 copy's answers, within the bound; overrides --config.")
+]
 TruncateOption: TypeAlias = Annotated[
     Literal["left", "error"], typer.Option(help="If a prompt is too long: drop its beginning, or fail.")
 ]

@@ -48,12 +48,8 @@ def command(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="YAML file with the cache's settings; default: the save's."),
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="What computes misses: eager, onnxruntime or auto; overrides --config.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="int8: also serve an int8 copy's answers, within the bound; overrides --config.")
-    ] = None,
+    engine: options.Engine = None,
+    draft: options.Draft = None,
     save: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to restore the cache from and save it to.")
     ] = None,

@@ -110,7 +110,7 @@ def load_tokenizer(name: str, models_dir: Path | None = None) -> Any:
     """
     import transformers
 
-    source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
+    source = source_of(name, models_dir)
     try:
         with quiet() if Path(source).is_dir() else asking(source):
             return transformers.AutoTokenizer.from_pretrained(source)
@@ -130,6 +130,11 @@ def find_folder(name: str, models_dir: Path | None) -> str | None:
     """Return the folder of this name, in `models_dir` first; None if there is none."""
     within = [] if models_dir is None else [models_dir / name]
     return next((str(folder) for folder in (*within, Path(name).expanduser()) if folder.is_dir()), None)
+
+
+def source_of(name: str, models_dir: Path | None) -> str:
+    """Return what to load for a name: a folder, in `models_dir` first, that of the packaged model, or a hub name."""
+    return find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
 
 
 def load_causal(name: str, models_dir: Path | None = None, **given: Any) -> Loaded:

@@ -16,11 +16,10 @@ from llmcache.models.loading import (
     MINILM,
     asking,
     cause,
-    find_folder,
     load_causal,
     load_pretrained,
-    packaged_minilm,
     quiet,
+    source_of,
 )
 from llmcache.reuse.answers import Reading, read_logits
 
@@ -97,7 +96,7 @@ def load_served(
     Options are those of `llmcache serve`; None leaves the model as it was saved and trained. `ConfigError` if the model
     cannot be loaded, cannot be served, or does not take them.
     """
-    source = find_folder(name, models_dir) or (str(packaged_minilm()) if name == MINILM else name)
+    source = source_of(name, models_dir)
     if revision is not None and Path(source).is_dir():
         raise ConfigError(f"revision: {name!r} is a folder; only names on the hub have revisions")
     for option, value, known in (("dtype", dtype, _DTYPES), ("pooling", pooling, _POOLINGS)):
