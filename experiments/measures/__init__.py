@@ -31,7 +31,19 @@ NAMES = (
         "prefix",
         "policies",
     ),
-    *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "tree", "turns", "commands", "advise", "beside"),
+    *(
+        "prefix_limit",
+        "store_faults",
+        "decode",
+        "parity",
+        "lm_eval",
+        "tree",
+        "turns",
+        "commands",
+        "advise",
+        "beside",
+        "overhead",
+    ),
 )
 WHERE = {"set_rates": "service:run_at_rates", "engine_parity": "parity:run_engine"}
 #: Figures that no page reads, by dotted key: of each point of a curve, and by measure. They are written with the rows.

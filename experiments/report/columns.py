@@ -164,6 +164,15 @@ BESIDE: Mapping[str, Cell] = {
     "p50, ms": of(number, "p50_ms", 2),
     "p99, ms": of(number, "p99_ms", 2),
 }
+OVERHEADS: Mapping[str, Cell] = {
+    "way": itemgetter("way"),
+    "served by": itemgetter("served"),
+    "n": of(count, "n"),
+    "ms": of(number, "ms", 2),
+    "sessions that it ran": of(str, "sessions"),
+    "these alone, ms": of(number, "sessions_ms", 2),
+    "beside them, ms": of(number, "beside_ms", 2),
+}
 BOUND: Mapping[str, Cell] = {
     **STREAM,
     "target": of(percent, "max_drop"),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from llmcache.models.callables import CallableTrunk
 from llmcache.models.hooks import Swap
 from llmcache.request.reading import Requests
 from llmcache.request.rows import Row
@@ -13,7 +14,8 @@ class Engine:
 
     Attributes:
         name: Part of the scope of computed rows, so that outputs of two engines are never mixed.
-        holds_weights: Whether it has a copy of the weights of the digest given to `choose`: later edits change nothing.
+        holds_weights: Whether edits after `choose` change nothing: it has a copy of the weights of the digest given
+            there, or runs a callable.
     """
 
     name: str = ""
@@ -41,6 +43,7 @@ class Eager(Engine):
     def __init__(self, swap: Swap, name: str = "") -> None:
         """Remember the swap, whose replaced forward is run."""
         self._swap, self.name = swap, name
+        self.holds_weights = isinstance(swap.module, CallableTrunk)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[Row]) -> Any:
         return self._swap.original(*args, **kwargs)

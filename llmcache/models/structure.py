@@ -26,11 +26,12 @@ class Part:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def fits(self, value: Any, n_rows: int, n_tokens: int) -> bool:
-        """Whether a value is this part in a call of (B, T) tokens."""
-        shape = (n_rows, *([n_tokens] if self.by_token else []), *self.shape)
-        is_alike = isinstance(value, np.ndarray) == self.is_array and isinstance(value, np.ndarray | Tensor)
-        return is_alike and tuple(value.shape) == shape and tensor_of(value).dtype == self.dtype
+    def read(self, value: Any, n_rows: int, n_tokens: int) -> Tensor | None:
+        """Return a value as a tensor; None if it is not this part in a call of (B, T) tokens."""
+        tensor = tensor_of(value)
+        shape = (n_rows, n_tokens, *self.shape) if self.by_token else (n_rows, *self.shape)
+        is_alike = isinstance(tensor, Tensor) and (tensor is not value) == self.is_array and tensor.shape == shape
+        return tensor if is_alike and tensor.dtype == self.dtype else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +83,18 @@ class Structure:
         fields = fields_of(output)
         if type(output) is not self.kind or tuple(fields) != self.names:
             return None
-        own = [fields.pop(part.name) for part in self.parts]
-        is_alike = all(part.fits(value, n_rows, n_tokens) for part, value in zip(self.parts, own, strict=True))
-        if not is_alike or any(value is not None for value in fields.values()):
-            return None
-        return tuple(self._widened(tensor_of(value), part) for part, value in zip(self.parts, own, strict=True))
+        tensors: list[Tensor] = []
+        for part in self.parts:
+            if (tensor := part.read(fields.pop(part.name), n_rows, n_tokens)) is None:
+                return None
+            tensors.append(self._widened(tensor, part))
+        return None if any(value is not None for value in fields.values()) else tuple(tensors)
 
     def _widened(self, value: Tensor, part: Part) -> Tensor:
         """Return a part as states (B, T, D), or as rows: (B, 1, ...) if no part is by token."""
         if part.by_token:
             return value if part.shape else value[..., None]
-        return value[:, None] if not (self.is_by_token and part.shape) else value
+        return value if part.shape and self.is_by_token else value[:, None]
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         fields: dict[Any, Any] = dict.fromkeys(self.names)

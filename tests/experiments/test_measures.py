@@ -22,6 +22,7 @@ from experiments.measures.audit import RULES
 from experiments.measures.harness import WITH, WITHOUT
 from experiments.measures.over_http.servers import free_port, is_ready
 from experiments.measures.over_http.traffic import texts_of
+from experiments.measures.overhead import LATER
 from experiments.measures.policies import BEST
 from experiments.measures.ray_replicas import PHASES
 from experiments.methods.base import COMPUTED
@@ -48,10 +49,12 @@ LOADED = yaml.safe_load((HERE / "measures.yaml").read_text(encoding="utf-8"))
 SETTINGS: dict[str, Any] = json.loads(json.dumps(LOADED).replace("STUB", STUB))
 del SETTINGS["templates"]
 ORT = "onnxruntime"
+ALONE, CACHED = (ORT, "int8"), ("wrapped", "engine", "draft", "all")
 NEEDS = {
     "lm_eval": "lm_eval",
     "engines": ORT,
     "engine_parity": ORT,
+    "overhead": ORT,
     "second_pass": "sentence_transformers",
     "ray_replicas": "ray.serve",
 }
@@ -357,6 +360,20 @@ def beside(rows: Rows, metrics: Any) -> None:
     phases = {one["when"]: one["n"] for one in metrics["summary"]}
     assert phases["before"] >= 150 and sum(phases.values()) == len(rows) == 240
     assert all(one["p50_ms"] <= one["p99_ms"] for one in metrics["summary"])
+
+
+def overhead(rows: Rows, metrics: Any) -> None:
+    assert [row["way"] for row in rows] == [*ALONE, *(name for way in CACHED for name in (way, *ALONE))]
+    by_way = {way: {one["served"]: one for one in metrics["summary"] if one["way"] == way} for way in CACHED}
+    for name in ("wrapped", "engine"):  # each request is computed once, and repeats but for the last ones are hits
+        assert [by_way[name][served]["n"] for served in (COMPUTED, "exact")] == [90, 90 - LATER]
+    for own in by_way.values():
+        assert sum(one["n"] for one in own.values()) == 2 * 90 - LATER
+    for one in metrics["summary"]:
+        if one["sessions"]:
+            assert one["sessions_ms"] > 0
+        else:
+            assert one["served"] != COMPUTED and (one["sessions_ms"], one["beside_ms"]) == (0, one["ms"])
 
 
 BATCHES = ("parity, of batches", "parity, padded on the right", "parity, without position ids")

@@ -32,6 +32,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "jobs": jobs.jobs,
     "advice": any_of(by_row(show.ADVICES), "advise", is_timed=True),
     "beside": any_of(by_row(show.BESIDE), "beside", is_timed=True),
+    "overhead": any_of(by_row(show.OVERHEADS), "overhead", is_timed=True),
     "modes": modes.modes,
     "demo": costs.demo,
     "latency": costs.latency,
