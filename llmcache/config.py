@@ -180,7 +180,8 @@ class CacheConfig(_Settings):
             `Stats.reconstruction_error` measures the loss.
         auto_bypass: Stop searching for approximate hits in calls of a length at which searches take more time than hits
             save. One call in 64 is still searched, so that searching resumes once it pays. The log states the numbers.
-            Exact repeats and prefixes are always looked up, and misses always stored.
+            Exact repeats and prefixes are always looked up, and misses always stored. With a draft, the calibration
+            decides instead.
         max_entries: Largest number of entries in the bank (`tau`: in each); None: no limit. Blocks are not counted.
         max_bytes: Budget of all states, in bytes, or a text such as `500MB` or `2GiB`. Without `tau`, a namespace that
             holds less than an equal share of it loses no entry to another. A decoder's requests are kept in blocks,

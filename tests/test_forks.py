@@ -1,13 +1,15 @@
-"""Locks at a fork: taken without deadlock, free in the child, with a limit on the wait."""
+"""Locks at a fork: taken without deadlock, free in the child, with a limit on the wait; threads that give way."""
 
+import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from llmcache.support import threads
-from llmcache.support.threads import SHORT_TURNS, at_fork, forkable
+from llmcache.support.threads import SHORT_TURNS, at_fork, forkable, stand_back
 from tests.fixtures import Patch
 from tests.forks import in_child, needs_fork
 
@@ -63,6 +65,17 @@ def test_locks_that_are_taken_in_another_order_are_waited_for_without_a_deadlock
     assert in_child(lambda: n_acts == [True, False])
     thread.join()
     assert n_acts == [True] and not (first.locked() or second.locked())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere priorities are those of processes")
+def test_a_thread_stands_back_alone() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stand_back).result()
+        assert pool.submit(priority).result() == max(10, before := priority())
+    assert priority() == before
 
 
 def test_turns_are_short_while_a_thread_learns_and_not_in_a_child() -> None:

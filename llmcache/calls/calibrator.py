@@ -116,7 +116,8 @@ class Calibrator:
             sharing = SharedCalibration(tier, calibrated, audit.alarm, counters, config, special)
         if not (answers.reads_payload and (model is trunk.module or takes_dict(model))):
             self._watch(model, trunk, forward)
-        search_cost = SearchCost() if config.auto_bypass else None
+        # With a draft the calibration has weighed searches, and rows that are not searched could not be drafted.
+        search_cost = SearchCost() if config.auto_bypass and draft is None else None
         self.reuse = Approximate(calibrated, audit, sharing, search_cost)
         forward.use(self.reuse)
 

@@ -45,7 +45,8 @@ def compute_alone() -> None:
 def stand_back() -> None:
     """Have the calling thread give way to others, if the system knows priorities of threads (Linux)."""
     with suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, max(_NICE, os.getpriority(os.PRIO_PROCESS, own)))
 
 
 def _find_mkl() -> Callable[[int], int]:

@@ -80,6 +80,7 @@ def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: 
         with cache.namespace("other"), cache.disabled():
             cache.drain()
         assert known(cache).n_recomputed == n_hits > 20
+        assert known(cache).recomputing_ms > 0
         assert cache.stats().errors == 0
         assert set(inside.bank(cache).namespaces()) == {"tenant"}
 

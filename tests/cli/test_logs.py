@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from experiments.models.onnx import export
 from llmcache import LLMCache
 from llmcache.advice import encoder
 from llmcache.cli.log_file import read_log
@@ -15,6 +18,18 @@ from tests.commands import run_main
 from tests.contract.streams import classifier
 from tests.fixtures import Patch, Shown
 from tests.tiny_models import BARE, build, tokenizer
+
+
+class Renamed(nn.Module):
+    """Takes token ids by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.within = classifier()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.within(input_ids=ids).logits
+        return logits
 
 
 @pytest.fixture
@@ -98,6 +113,21 @@ def test_advise_prints_a_table_and_writes_figures(
     monkeypatch.setattr(encoder.EncoderTrial, "_exact", interrupted)
     assert run_main(*map(str, words)) == 130
     assert "interrupted, so ways are missing" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_advice_for_a_session(model: Path, log: Path, tmp_path: Path, monkeypatch: Patch, capsys: Shown) -> None:
+    path = export(classifier(), {"input_ids": torch.tensor([[3, 9]])}, tmp_path / "model.onnx")
+    words = [*map(str, ("--model", model, "--log", log, "--onnx", path)), "--max-drop", "0.05", "--seconds", "0.2"]
+    assert run_main("advise", *words) == 0
+    assert "the session alone" in capsys.readouterr().out
+    export(Renamed(), {"ids": torch.tensor([[3, 9]])}, path)
+    assert run_main("advise", *words) == 2
+    assert "must take input_ids" in capsys.readouterr().err
+    monkeypatch.setattr("llmcache.engines.onnx.find_missing", lambda: "onnx")
+    assert run_main("advise", *words) == 2
+    captured = capsys.readouterr()
+    assert "--onnx needs onnx: pip install" in captured.err and captured.err.count("\n") == 1
 
 
 def test_calibrate_saves_what_serve_loads(model: Path, log: Path, tmp_path: Path, capsys: Shown) -> None:

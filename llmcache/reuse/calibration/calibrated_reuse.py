@@ -45,11 +45,11 @@ _CALIBRATION = TypeAdapter(Calibration)
 
 _ALARM = (
     "llmcache: more answers changed, or could not be audited, than max_drop=%g allows; from now on %s is reused "
-    "approximately. Call calibrate() with current requests"
+    "approximately. Calibrate again, on current requests"
 )
 _DRIFT = (
     "llmcache: requests are no longer like those of the calibration. Its bound is void, and nothing is reused "
-    "approximately any more. Call calibrate() with current requests"
+    "approximately any more. Calibrate again, on current requests"
 )
 
 
