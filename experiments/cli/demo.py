@@ -1,6 +1,7 @@
 """`llmcache demo`: what the cache saves and what it costs, on small real models: three jobs in a minute."""
 
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,29 +44,37 @@ def command(
     environment = describe(0)  # before any work, which would count as load
     size = demo.LONG if is_long else demo.SHORT
     known: list[Advice] = []
-    loaded = load(MINILM)
+    report: dict[str, Any] = {}
+    loaded, started = load(MINILM), perf_counter()
     typer.echo(f"1 of 3: {size.n:,} requests to a support desk, all-MiniLM-L6-v2, by each way to answer them")
-    with interruptible("interrupted: the other jobs are left out"):
-        try:
-            known.append(demo.desk(loaded, size, known.append))
-        finally:  # also when interrupted
-            if known:
-                typer.echo(f"{known[-1]}\n")
-        if not was_idle(environment):
-            typer.echo("The machine was busy with other work: times are no measurement.")
-        report: dict[str, Any] = {"n": size.n, **known[-1].to_dict()}
-        plot_ways(report, plot, was_idle(environment))
-        typer.echo(f"Plot: {plot}\n\n2 of 3: {size.n_texts:,} texts, embedded by sentence-transformers, and again")
-        report["corpus"] = demo.corpus(packaged_minilm(), size)
-        typer.echo(_of_corpus(report["corpus"]))
-        is_prepared = (models_dir / SMOLLM2 / FIGURES).is_file()
-        name = "SmolLM2-135M-Instruct" if is_prepared else "a decoder with GPT-2's shape and random weights"
-        typer.echo(f"\n3 of 3: {name}, {len(demo.QUESTIONS)} users behind one system prompt")
-        report["prompts"] = demo.prompts(
-            load(SMOLLM2, "token", models_dir) if is_prepared else demo.untrained(loaded.tokenizer)
-        )
-        _show_prompts(report["prompts"])
-    write_json(json_file, report | {"environment": environment})
+    try:
+        with interruptible("interrupted: the rest is left out"):
+            try:
+                known.append(demo.desk(loaded, size, known.append))
+            finally:  # also when interrupted
+                if known:
+                    report |= {"n": size.n, **known[-1].to_dict()}
+                    typer.echo(f"{known[-1]}\n")
+            if not was_idle(environment):
+                typer.echo("The machine was busy with other work: times are no measurement.")
+            plot_ways(report, plot, was_idle(environment))
+            typer.echo(f"Plot: {plot}\n")
+            typer.echo(
+                f"2 of 3: {size.n_texts:,} texts embedded by sentence-transformers: alone, with the cache, again"
+            )
+            report["corpus"] = demo.corpus(packaged_minilm(), size)
+            typer.echo(_of_corpus(report["corpus"]))
+            is_prepared = (models_dir / SMOLLM2 / FIGURES).is_file()
+            name = "SmolLM2-135M-Instruct" if is_prepared else "a decoder with GPT-2's shape and random weights"
+            typer.echo(f"\n3 of 3: {name}, {len(demo.QUESTIONS)} users behind one system prompt")
+            report["prompts"] = demo.prompts(
+                load(SMOLLM2, "token", models_dir) if is_prepared else demo.untrained(loaded.tokenizer)
+            )
+            _show_prompts(report["prompts"])
+    finally:
+        if report:
+            report |= {"is_partial": "prompts" not in report, "seconds": perf_counter() - started}
+            write_json(json_file, report | {"environment": environment})
     write_results(results_dir, "demo", {"model": MINILM, "n": size.n, "is_long": is_long}, environment, report)
 
 

@@ -6,6 +6,7 @@ prompts   questions behind one system prompt: the time to the first token, from 
 """
 
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from experiments.measures.second_pass import embed_twice
 from experiments.methods.cached import configure
 from experiments.models.heads import fit_logistic
 from experiments.models.loading import Loaded
+from experiments.support.progress import tracked
 from experiments.tasks.stream import Stream
 from llmcache import Advice, LLMCache
 from llmcache.generation import Generation, PromptCache, Sampling, generate
@@ -64,7 +66,7 @@ def corpus(path: Path, size: Size, seed: int = 0) -> dict[str, Any]:
 
     texts = list(dict.fromkeys(one.text for one in made_requests(4 * size.n_texts, seed)))[: size.n_texts]
     model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
-    took = embed_twice(model, texts, texts, BATCH)
+    took = embed_twice(model, texts, texts, BATCH, shows_progress=sys.stderr.isatty())
     return {"n": len(texts), **took, "speedup": took["plain_s"] / took["second_s"]}
 
 
@@ -88,10 +90,10 @@ def prompts(loaded: Loaded) -> dict[str, Any]:
         torch.tensor([encoder.encode(_chat(one) if has_template else f"{SYSTEM}\n{one}").ids]) for one in QUESTIONS
     ]
     generate(loaded.model, asked[0][:, :16], Sampling(max_new_tokens=2))  # the first call allocates memory
-    before = _answers(loaded, asked)
+    before = _answers(loaded, asked, "without the cache")
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer):
-        cached = _answers(loaded, asked)
-    plain = list(zip(before, _answers(loaded, asked), strict=True))
+        cached = _answers(loaded, asked, "with it")
+    plain = list(zip(before, _answers(loaded, asked, "without it again"), strict=True))
     users = [
         {
             "question": question,
@@ -115,8 +117,8 @@ def _chat(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
-def _answers(loaded: Loaded, asked: list[Tensor]) -> list[Generation]:
-    return [generate(loaded.model, ids, Sampling(max_new_tokens=MAX_NEW_TOKENS)) for ids in asked]
+def _answers(loaded: Loaded, asked: list[Tensor], what: str) -> list[Generation]:
+    return [generate(loaded.model, ids, Sampling(max_new_tokens=MAX_NEW_TOKENS)) for ids in tracked(asked, what)]
 
 
 def _ttft_ms(generation: Generation) -> float:

@@ -35,7 +35,7 @@ from llmcache import LLMCache
 from llmcache.lab import open_session, quantise
 
 WRAPPED, ENGINE = "wrapped", "engine"
-LATER = 50  # requests between one and its repeat
+LATER = 300  # requests between one and its repeat: more than the latest drafts, which a cache keeps
 #: Sessions that a call has run, by way and by what served it; none: it ran none.
 SESSIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     (WRAPPED, COMPUTED): (ONNX,),

@@ -287,5 +287,6 @@ def test_an_interrupted_demo_shows_what_is_known(
 
     monkeypatch.setattr(loading, "load", lambda name: None)
     monkeypatch.setattr(demo, "desk", interrupted)
-    assert command("demo") == INTERRUPTED
+    assert command("demo", "--json", "figures.json") == INTERRUPTED
     assert "interrupted, so ways are missing" in command.out
+    assert json.loads(Path("figures.json").read_text())["is_partial"]

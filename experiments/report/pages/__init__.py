@@ -69,6 +69,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "hostile": costs.hostile,
     "store_faults": any_of(by_row(show.FAULTS), "store_faults"),
     "engines": any_of(by_row(show.ENGINES), "engines", is_timed=True),
+    "engines_xeon": any_of(by_row(show.ENGINES), "engines_xeon", is_timed=True),
     "engines_bert": any_of(by_row(show.ENGINES_BERT), "engines_bert", "engines_bert_short", is_timed=True),
     "engines_batch": any_of(by_row(show.ENGINES), "engines_batch", is_timed=True),
     "engines_parity": any_of(by_row(show.ENGINE_PARITY), "engines_parity"),
