@@ -288,7 +288,7 @@ class LLMCache:
             max_drop: Largest share of answers that the recommended way may change; None: as in the settings.
             max_drops: Shares for which calibrated reuse is tried, besides `max_drop`.
             seconds: Of the second half, as many requests are served as the model alone answers in this time, and at
-                least 100.
+                least 100, or 24 prompts.
             on_way: Called with the advice so far after each way.
 
         Raises:

@@ -290,14 +290,16 @@ class Stats:
 
     @property
     def saved_s(self) -> float | None:
-        """Estimate of the seconds saved: rows served whole, times the mean time of a computed row.
+        """Estimate of the seconds saved: rows served whole, times the mean time of other rows, less the cache's own.
 
-        None until a row was computed. Prefix hits, which save a part of a row, are left out, and `lookup_ms` is not
-        subtracted.
+        Negative where looking up and storing took longer. None until a row was computed, and for a decoder that served
+        no row whole: prefix hits, which save a part of a row, are left out.
         """
-        if not (self.n_misses and self.computing_ms):
+        n_prefix = self.hits.get("prefix", 0)
+        n_whole, n_computed = self.n_hits - n_prefix, self.n_misses + n_prefix
+        if not (n_computed and self.computing_ms) or (self.n_prompt_tokens and not n_whole):
             return None
-        return (self.n_hits - self.hits.get("prefix", 0)) * self.computing_ms / self.n_misses / 1e3
+        return (n_whole * self.computing_ms / n_computed - self.lookup_ms - self.storing_ms) / 1e3
 
     def __str__(self) -> str:
         """Return one figure per line, without those that are 0, empty or None: rates first, figures by layer last."""
@@ -318,7 +320,7 @@ class Stats:
         )
         tokens = f", {self.token_hit_rate:.1%} of {self.n_prompt_tokens:,} tokens saved" if self.n_prompt_tokens else ""
         audit = "" if self.audit is None else f"<br>{html.escape(str(self.audit))}"
-        saved = f", {self.saved_s:,.1f} s saved" if self.saved_s else ""
+        saved = f", {self.saved_s:z,.1f} s saved" if self.saved_s else ""
         figures = (
             f"{self.n_requests:,} requests, {self.hit_rate:.1%} hits{saved}{tokens}, {self.held_nbytes / 1e6:,.1f} MB"
         )

@@ -94,7 +94,7 @@ class Advice:
         if best is alone:
             return (
                 f"Do not use llmcache here: nothing that was tried is {self.margin - 1:.0%} faster and shown to change "
-                f"at most {self.max_drop:.1%} of the answers.{self._in_batches}"
+                f"at most {self.max_drop:.1%} of the answers.{self._beyond}{self._in_batches}"
             )
         told = f"Use {best.name}"
         others = self._fastest([way for way in self.ways if way.n_rows == 1 and not _is_ours(way)])
@@ -104,7 +104,19 @@ class Advice:
         elif others is not alone and others.mean_ms and best.mean_ms:
             times += f", {others.mean_ms / best.mean_ms:.1f} times as fast as {others.name}"
         changes = f", at most {best.bound:.2%} of answers changed" if best.bound else ""
-        return f"{told}: {times}{changes}.{self._in_batches}\n\n    {best.code}"
+        imports = "from llmcache import LLMCache\n    " if _is_ours(best) else ""
+        return f"{told}: {times}{changes}.{self._beyond}{self._in_batches}\n\n    {imports}{best.code}"
+
+    @property
+    def _beyond(self) -> str:
+        """The fastest way that may change more answers than `max_drop`, if it is faster than the best one."""
+        bounded = [way for way in self.ways if way.n_rows == 1 and way.bound is not None and way.changed <= way.bound]
+        ways = [way for way in bounded if not self._is_within(way)]
+        fastest = min(ways, key=lambda way: way.mean_ms or inf, default=None)
+        if fastest is None or self.margin * (fastest.mean_ms or inf) > (self.best.mean_ms or 0):
+            return ""
+        times = f"{self._speedup(fastest):.1f} times as fast as {self.ways[0].name}"
+        return f" With a larger max_drop, {fastest.name}: {times}, at most {fastest.bound:.2%} of answers changed."
 
     @property
     def _in_batches(self) -> str:

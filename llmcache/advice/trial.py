@@ -41,6 +41,8 @@ Run = Callable[[Mapping[str, Any]], Any]
 class Trial(ABC):
     """One model and its requests, in two halves."""
 
+    least_served = LEAST // 2  # requests
+
     def __init__(
         self, core: Core, config: CacheConfig, requests: Sequence[Any], max_drop: float, seconds: float
     ) -> None:
@@ -64,7 +66,7 @@ class Trial(ABC):
         n_learned = needed if half < needed <= n - LEAST // 2 else half
         self._learned, later = prepared[:n_learned], prepared[n_learned:]
         self._warm_up, later = later[:_WARM], later[_WARM:]
-        self._served = later[: max(LEAST // 2, round(1e3 * seconds / ms))]
+        self._served = later[: max(self.least_served, round(1e3 * seconds / ms))]
         self._expected: list[Any] = []  # answers of the model alone
         self._bar: Any = None
 

@@ -27,7 +27,10 @@ def command(
         float, typer.Option(help="Largest share of answers that the recommended way may change, over 0, under 1.")
     ] = 0.005,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="Requests served: as many as the model answers in it, at least 100.")
+        float,
+        typer.Option(
+            min=0.1, help="Time of the model alone, which says how many requests are served: at least 100, prompts 24."
+        ),
     ] = 20.0,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
     models_dir: ModelsDir = None,
@@ -57,6 +60,10 @@ def command(
         typer.echo("llmcache: interrupted", err=True)
     if known:
         typer.echo(str(known[-1]))
+        if onnx is not None and any(Path(model).glob("*.safetensors")):
+            typer.echo(
+                f"\n{model} holds the PyTorch model: without --onnx, an int8 draft within the bound is tried as well."
+            )
         write_json(json_file, known[-1].to_dict())
     if not is_whole:
         raise typer.Exit(INTERRUPTED)

@@ -120,7 +120,8 @@ def test_advice_for_a_session(model: Path, log: Path, tmp_path: Path, monkeypatc
     path = export(classifier(), {"input_ids": torch.tensor([[3, 9]])}, tmp_path / "model.onnx")
     words = [*map(str, ("--model", model, "--log", log, "--onnx", path)), "--max-drop", "0.05", "--seconds", "0.2"]
     assert run_main("advise", *words) == 0
-    assert "the session alone" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the session alone" in told and "without --onnx, an int8 draft" in told
     export(Renamed(), {"ids": torch.tensor([[3, 9]])}, path)
     assert run_main("advise", *words) == 2
     assert "must take input_ids" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What a new user tries first: texts, sizes in words, a pipeline; and what the cache says of a call."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,12 @@ def test_stats_are_a_table_in_a_notebook() -> None:
     with LLMCache.wrap(build(CLASSIFIERS["bert"]), tokenizer=tokenizer()) as cache:
         for text in (TEXTS[0], TEXTS[0], TEXTS[1]):
             cache(text)
-        shown = cache.stats()._repr_html_()
+        stats = cache.stats()
+    own_s = (stats.lookup_ms + stats.storing_ms) / 1e3
+    assert stats.saved_s == pytest.approx(stats.computing_ms / 2 / 1e3 - own_s)
+    assert replace(stats, hits={}).saved_s == pytest.approx(-own_s)
+    assert replace(stats, hits={"prefix": 1}, n_prompt_tokens=9).saved_s is None
+    shown = stats._repr_html_()
     assert "3 requests, 33.3% hits" in shown
     assert "<td>exact</td><td>1</td><td>33.3%</td>" in shown and "<td>computed</td><td>2</td>" in shown
 

@@ -163,7 +163,9 @@ class Calibration:
             promised = f"at most {self.chosen.bound:.2%} {self.metric} at {1 - self.delta:.0%}"
             first = f"{self.chosen.hit_rate:.0%} hits, {promised}, {self.n_sources:,} sources"
         seen = (
-            "" if self.chosen is None else f", {self.chosen.loss:.2%} seen at a risk of up to {self.chosen.limit:.3g}"
+            ""
+            if self.chosen is None
+            else f", {self.chosen.loss:.2%} {self.metric} at risks of up to {self.chosen.limit:.3g}"
         )
         told = {*self.shares, *(() if self.drafted is None else (DRAFT,))}  # an embedding's draft has a line of its own
         left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in told]
