@@ -95,7 +95,8 @@ class Approximate:
         if calibration is not None and calibration.engine != engine:
             self.calibrated.end()
             logger.warning(
-                "llmcache: a calibration with the engine %r is left out, since it is %r now: call calibrate()",
+                "llmcache: a calibration with the engine %r is left out, since it is %r now: calibrate again, "
+                "or go back to that engine",
                 calibration.engine or "eager",
                 engine or "eager",
             )
