@@ -240,7 +240,8 @@ class Draft:
             return None
         if call.requests.may_be_refused() or not (by := drafter.name) or not drafter.covers(call, row):
             return None
-        if (known := self._recent.get(row.key)) is not None and known.by == by:
+        recent = self._recent  # taken before the draft runs: `forget` meanwhile puts another one in its place
+        if (known := recent.get(row.key)) is not None and known.by == by:
             return known
         given = {name: value for name in DECIDING if (value := call.arguments.get(name)) is not None}
         inputs = {name: take_row(value, row.number, row.n_valid) for name, value in given.items()}
@@ -255,7 +256,6 @@ class Draft:
         if not isfinite(np.add.reduce(output)):
             return None
         proposal = Proposal(raw, output, self._answers.sign(output[None])[0], by, perf_counter() - started)
-        recent = self._recent
         recent[row.key] = proposal
         if len(recent) > _MOST_RECENT:
             with self._lock:

@@ -101,6 +101,14 @@ def test_a_draft_that_gives_no_numbers_does_not_serve(drafted: LLMCache, monkeyp
     torch.testing.assert_close(found, classifier()(input_ids=rows).logits)
 
 
+def test_what_is_forgotten_while_it_is_drafted_is_not_kept(drafted: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, draft = drafted_rows(drafted)[0], inside.draft(drafted)
+    draft.forget()
+    run = draft.drafter.run
+    monkeypatch.setattr(draft.drafter, "run", lambda inputs: (run(inputs), draft.forget())[0])
+    assert ask(drafted, row) == ["draft"] and not draft._recent
+
+
 def test_threads_and_a_fork_get_the_same_drafts(drafted: LLMCache) -> None:
     rows, draft = drafted_rows(drafted), inside.draft(drafted)
     alone = [drafted(input_ids=row).logits for row in rows]

@@ -51,7 +51,7 @@ def jobs(results_dir: Path) -> str:
             (
                 "serve a classifier over HTTP",
                 "`llmcache calibrate --model FOLDER --log FILE --max-drop 0.01 --engine onnxruntime --draft int8 "
-                "--out SAVE`, "
+                "--out SAVE`, then "
                 "`llmcache serve --model FOLDER --save SAVE`",
                 *_serving(results_dir),
                 "bounded",
