@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 MARGIN = 1.05  # a way is recommended if it is at least that many times as fast as every simpler one
-_MOST_NOISE = 1.25  # ratio of two passes of the model alone, above which times decide nothing
+_MOST_NOISE = 1.25  # ratio of two passes of the model alone, above which only large differences decide
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Advice:
     Attributes:
         ways: The first one is the model alone.
         max_drop: Largest share of answers that may change, of the recommendation.
-        n_learned: Requests learned from.
+        n_learned: Requests learned from; 0 for a decoder.
         n_served: N.
         margin: A way counts as faster than a simpler one if it is at least that many times as fast: 1.05, or the ratio
             of two passes of the model alone.
@@ -86,7 +86,7 @@ class Advice:
         best, alone = self.best, self.ways[0]
         if self.is_partial:
             return ""
-        if self.margin > _MOST_NOISE:
+        if self.margin > _MOST_NOISE and (self._speedup(best) or 1) < 2 * self.margin:
             return (
                 f"No recommendation: two passes of {alone.name} differ by {self.margin - 1:.0%}. Let nothing else run, "
                 "or serve more requests (seconds)."
@@ -138,7 +138,8 @@ class Advice:
             lines.append("  ".join([name.ljust(widths[0]), *cells]).rstrip())
         notes = [f"{way.name}: {way.problem}" for way in self.ways if way.problem]
         part = "; interrupted, so ways are missing" if self.is_partial else ""
-        head = f"{self.n_learned:,} requests learned from, {self.n_served:,} served by each way{part}"
+        learned = f"{self.n_learned:,} requests learned from, " if self.n_learned else ""
+        head = f"{learned}{self.n_served:,} served by each way{part}"
         parts = (head, "\n".join(lines), "\n".join(notes), self.recommendation)
         return "\n\n".join(part for part in parts if part)
 

@@ -23,6 +23,7 @@ class DecoderTrial(Trial):
 
     n_ways = 4
     least_served = 3 * _ROWS  # no bound rests on them
+    learns = False
 
     def _ways(self) -> Iterator[Way]:
         batches = [self._padded(self._served[i : i + _ROWS]) for i in range(0, len(self._served), _ROWS)]

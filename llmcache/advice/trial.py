@@ -42,6 +42,7 @@ class Trial(ABC):
     """One model and its requests, in two halves."""
 
     least_served = LEAST // 2  # requests
+    learns = True  # from the first half
 
     def __init__(
         self, core: Core, config: CacheConfig, requests: Sequence[Any], max_drop: float, seconds: float
@@ -107,7 +108,8 @@ class Trial(ABC):
         return self._so_far(found, is_partial=False, margin=max(MARGIN, max(passes) / min(passes)))
 
     def _so_far(self, ways: Sequence[Way], is_partial: bool, margin: float = MARGIN) -> Advice:
-        return Advice(tuple(ways), self._max_drop, len(self._learned), len(self._served), margin, is_partial)
+        n_learned = len(self._learned) if self.learns else 0
+        return Advice(tuple(ways), self._max_drop, n_learned, len(self._served), margin, is_partial)
 
     def _refuse_another_language(self, requests: Sequence[Any], prepared: Sequence[Mapping[str, Any]]) -> None:
         tokenizer = self._wrapped.tokenizer

@@ -141,10 +141,15 @@ def test_the_simplest_way_within_the_bound_that_none_beats_is_recommended(
     advice = Advice((alone, *others), 0.005, 100, 100)
     assert told in advice.recommendation
     assert replace(advice, is_partial=True).recommendation == ""
-    assert (
-        "No recommendation: two passes of the model alone differ by 50%" in replace(advice, margin=1.5).recommendation
-    )
+    noisy = replace(advice, margin=3.0).recommendation
+    assert "No recommendation: two passes of the model alone differ by 200%" in noisy
     assert advice.best is alone or advice.best.code in advice.recommendation
+
+
+def test_noise_decides_nothing_but_large_differences() -> None:
+    alone, half, tenth = (Way(name, name, ms, ms, ms, bound=0.0) for name, ms in (("a", 10.0), ("b", 5.0), ("c", 1.0)))
+    assert Advice((alone, half), 0.005, 100, 100, margin=1.5).recommendation.startswith("No recommendation")
+    assert Advice((alone, half, tenth), 0.005, 100, 100, margin=1.5).recommendation.startswith("Use c")
 
 
 def test_a_way_that_changed_more_than_its_bound_is_not_recommended() -> None:
