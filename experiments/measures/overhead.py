@@ -35,7 +35,8 @@ from llmcache import LLMCache
 from llmcache.lab import open_session, quantise
 
 WRAPPED, ENGINE = "wrapped", "engine"
-LATER = 300  # requests between one and its repeat: more than the latest drafts, which a cache keeps
+LATER = 50  # requests between one and its repeat
+AGAIN = "draft again"  # what a draft answered before in the same pass, which runs no session
 #: Sessions that a call has run, by way and by what served it; none: it ran none.
 SESSIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     (WRAPPED, COMPUTED): (ONNX,),
@@ -118,9 +119,11 @@ def summarise(passes: Sequence[Pass], numbers: Sequence[int]) -> list[dict[str, 
         known.update(enumerate(median(each) for each in zip(*own, strict=True)))
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for one in passes:
-        if one.who not in alone:
-            for number, served, ms in zip(numbers, one.served.tolist(), one.ms.tolist(), strict=True):
-                found.setdefault((one.who, served), []).append((number, ms))
+        seen: set[int] = set()
+        for number, served, ms in () if one.who in alone else zip(numbers, one.served.tolist(), one.ms, strict=True):
+            is_again = served == DRAFT and number in seen
+            found.setdefault((one.who, AGAIN if is_again else served), []).append((number, float(ms)))
+            seen.add(number)
     return [_row(way, served, calls, alone) for (way, served), calls in found.items()]
 
 

@@ -40,6 +40,8 @@ from llmcache.support.threads import forkable
 logger = logging.getLogger("llmcache")
 
 _MOST_RECENT = 256  # proposals kept, since one request may be looked up several times before it is answered
+_RECENT_BYTES = 8 << 20  # of proposals without states: more of these are kept, for requests that come again
+_OVERHEAD = 512  # bytes of a proposal besides its output
 
 
 class Proposal(NamedTuple):
@@ -257,7 +259,8 @@ class Draft:
             return None
         proposal = Proposal(raw, output, self._answers.sign(output[None])[0], by, perf_counter() - started)
         recent[row.key] = proposal
-        if len(recent) > _MOST_RECENT:
+        n_most = 0 if raw is not None else _RECENT_BYTES // (output.nbytes + _OVERHEAD)
+        if len(recent) > max(_MOST_RECENT, n_most):
             with self._lock:
                 recent.popitem(last=False)
         return proposal

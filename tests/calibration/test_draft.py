@@ -101,6 +101,24 @@ def test_a_draft_that_gives_no_numbers_does_not_serve(drafted: LLMCache, monkeyp
     torch.testing.assert_close(found, classifier()(input_ids=rows).logits)
 
 
+def test_a_repeat_of_a_drafted_request_runs_no_draft(drafted: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, draft = torch.cat(drafted_rows(drafted)), inside.draft(drafted)
+    monkeypatch.setattr("llmcache.reuse.draft._MOST_RECENT", 16)
+    expected = drafted(input_ids=rows).logits
+    ask(drafted, requests(400, seed=11)[0])
+    assert len(draft._recent) > 40
+    monkeypatch.setattr(draft.drafter, "run", lambda inputs: 1 / 0)
+    assert torch.equal(drafted(input_ids=rows).logits, expected)
+    assert {one.rung for one in drafted.last} == {"draft"} and drafted.stats().errors == 0
+
+
+def test_proposals_are_kept_within_a_budget(drafted: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.reuse.draft._MOST_RECENT", 16)
+    monkeypatch.setattr("llmcache.reuse.draft._RECENT_BYTES", 0)
+    ask(drafted, requests(400, seed=12)[0])
+    assert len(inside.draft(drafted)._recent) == 16
+
+
 def test_what_is_forgotten_while_it_is_drafted_is_not_kept(drafted: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     row, draft = drafted_rows(drafted)[0], inside.draft(drafted)
     draft.forget()

@@ -16,13 +16,13 @@ import yaml
 from experiments.data.streams.prompts import BLOCK
 from experiments.measures import MEASURES
 from experiments.measures import engines as engine_ways
-from experiments.measures import overhead as overheads
 from experiments.measures import ray_replicas as replicas
 from experiments.measures import serve_load as load
 from experiments.measures.audit import RULES
 from experiments.measures.harness import WITH, WITHOUT
 from experiments.measures.over_http.servers import free_port, is_ready
 from experiments.measures.over_http.traffic import texts_of
+from experiments.measures.overhead import LATER
 from experiments.measures.policies import BEST
 from experiments.measures.ray_replicas import PHASES
 from experiments.methods.base import COMPUTED
@@ -367,9 +367,9 @@ def overhead(rows: Rows, metrics: Any) -> None:
     assert [row["way"] for row in rows] == [*ALONE, *(name for way in CACHED for name in (way, *ALONE))]
     by_way = {way: {one["served"]: one for one in metrics["summary"] if one["way"] == way} for way in CACHED}
     for name in ("wrapped", "engine"):  # each request is computed once, and repeats but for the last ones are hits
-        assert [by_way[name][served]["n"] for served in (COMPUTED, "exact")] == [90, 90 - overheads.LATER]
+        assert [by_way[name][served]["n"] for served in (COMPUTED, "exact")] == [90, 90 - LATER]
     for own in by_way.values():
-        assert sum(one["n"] for one in own.values()) == 2 * 90 - overheads.LATER
+        assert sum(one["n"] for one in own.values()) == 2 * 90 - LATER
     for one in metrics["summary"]:
         if one["sessions"]:
             assert one["sessions_ms"] > 0
@@ -390,7 +390,6 @@ CHECKS: dict[str, Callable[[Rows, Any], None]] = {
 @pytest.fixture(autouse=True)
 def _stand_ins_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "LEAST", 20)
-    monkeypatch.setattr(overheads, "LATER", 50)
     monkeypatch.setattr(replicas, "running_replicas", lambda settings, n: closing(StandIn(settings)))
     exported = Exported()
     for name in ("export", "quantise"):
