@@ -99,7 +99,7 @@ def _first_token(results_dir: Path) -> tuple[str, str]:
         f"{percent(KNOWN[1], 0)}"
     )
     others = [row["batching_ms"] / row["cache_ms"] for row in rows if row["batching_ms"]]
-    return told, f"transformers' continuous batching, which knows prefixes too: {_span(others)} times this time"
+    return told, f"transformers' continuous batching, which knows prefixes too, takes {_span(others)} of this time"
 
 
 def _evaluation(results_dir: Path) -> tuple[str, str]:
