@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from experiments.data.labelled import Data, Labelled, read_requests, split
@@ -152,6 +151,7 @@ SETS: dict[str, Any] = {
 def test_a_set_is_the_same_from_its_file_and_from_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    datasets = pytest.importorskip("datasets")
     read_set, (part, config, file), text, rows, bad, expected = SETS[name]
     with pytest.raises(FileNotFoundError, match=rf"no file .*{file}; say where the data is with --data-dir"):
         read_set(part, tmp_path)

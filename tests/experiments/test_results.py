@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from experiments.runs.grid import Named, make_experiment
 from experiments.runs.runner import Finished, RunFolder, as_json, run_one, without
 from experiments.support.environment import PACKAGES
 from experiments.support.files import Folders
+from llmcache import __version__
 from llmcache.errors import ConfigError
 from tests.experiments.test_config import LEAST
 
@@ -56,7 +58,8 @@ def test_a_run_leaves_three_files_and_its_rows_apart(measured: Measured, tmp_pat
     env = json.loads(found[str(run / "env.json")])
     assert env.keys() >= {"started", "git_dirty", "python", "cpu", "n_cpus", "gpu", "memory_bytes", "threads", "seed"}
     assert re.fullmatch("[0-9a-f]{40}", env["git"])
-    assert env["versions"].keys() == {"llmcache", *PACKAGES} and None not in env["versions"].values()
+    installed = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in distributions()}
+    assert env["versions"] == {"llmcache": __version__, **{name: installed.get(name) for name in PACKAGES}}
 
 
 FILES = ("config.yaml", "env.json", "metrics.json")
