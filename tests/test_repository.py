@@ -57,7 +57,8 @@ def test_project_and_pins_hold_for_every_python_that_is_promised() -> None:
             found = distribution(name)
             if found.version.partition("+")[0] == version:  # else it is not the pin's
                 allowed[pin] = found.metadata["Requires-Python"] or ""
-    assert "3.11.0" in promised and len(allowed) > 90
+    pytest.importorskip("datasets")  # without the extras that `make setup` installs, few pins are found
+    assert "3.11.0" in promised and len(allowed) > 100
     refused = {name: one for name, one in allowed.items() if [*SpecifierSet(one).filter(promised)] != promised}
     assert refused == {}
 

@@ -26,24 +26,13 @@ NAMES = (
         "serve_streams",
         "ray_replicas",
         "serve_soak",
+        "overhead",
         "set_rates",
         "second_pass",
         "prefix",
         "policies",
     ),
-    *(
-        "prefix_limit",
-        "store_faults",
-        "decode",
-        "parity",
-        "lm_eval",
-        "tree",
-        "turns",
-        "commands",
-        "advise",
-        "beside",
-        "overhead",
-    ),
+    *("prefix_limit", "store_faults", "decode", "parity", "lm_eval", "tree", "turns", "commands", "advise", "beside"),
 )
 WHERE = {"set_rates": "service:run_at_rates", "engine_parity": "parity:run_engine"}
 #: Figures that no page reads, by dotted key: of each point of a curve, and by measure. They are written with the rows.

@@ -158,15 +158,12 @@ class Calibration:
     def __str__(self) -> str:
         """Return lines: the claim, the requests it was measured on, an embedding's draft, the present state."""
         if self.chosen is None:
+            seen = ""
             first = f"nothing is reused: no limit kept {self.metric} within {self.max_drop:.2%} at {1 - self.delta:.0%}"
         else:
             promised = f"at most {self.chosen.bound:.2%} {self.metric} at {1 - self.delta:.0%}"
             first = f"{self.chosen.hit_rate:.0%} hits, {promised}, {self.n_sources:,} sources"
-        seen = (
-            ""
-            if self.chosen is None
-            else f", {self.chosen.loss:.2%} {self.metric} at risks of up to {self.chosen.limit:.3g}"
-        )
+            seen = f", {self.chosen.loss:.2%} {self.metric} at risks of up to {self.chosen.limit:.3g}"
         told = {*self.shares, *(() if self.drafted is None else (DRAFT,))}  # an embedding's draft has a line of its own
         left_out = [rung for rung in (SEMANTIC, DRAFT) if rung not in told]
         rungs = f"; left out, since it is no faster: {left_out[0]}" if self.draft and left_out else ""
