@@ -19,7 +19,7 @@ _NAMES = {
     # Observe: computed requests, and the parts of a model that experiments inspect.
     "reuse.observation": ("Observation",),
     "request.rows": ("Scope",),
-    "models.adapters": ("Trunk", "first_attention", "locate", "special_ids", "unpack"),
+    "models.adapters": ("CACHE", "Trunk", "first_attention", "locate", "special_ids", "unpack"),
     "models.causal_trial": ("look_at",),
     # Replay: a cache without a model.
     "support.arrays": ("Doubles", "Floats"),

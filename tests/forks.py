@@ -1,9 +1,10 @@
 """Runs functions in forked processes: libraries load once."""
 
+import faulthandler
 import os
 import pickle
-import select
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,20 +15,29 @@ import pytest
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
+class NoAnswerError(AssertionError):
+    """A forked process ended without a result."""
+
+
 def fork() -> int:
     """Fork as `os.fork`, without the warning of Python 3.12 and later about threads."""
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return os.fork()
 
 
-def in_child(act: Callable[..., Any], *args: object, patience_s: float = 60.0) -> Any:
-    """Run a function in a forked process and return its result; kill the process if it takes too long.
+def in_child(act: Callable[..., Any], *args: object, patience_s: int = 60) -> Any:
+    """Run a function in a forked process and return its result.
+
+    A process that takes longer writes where its threads are, and ends. So do processes that it forked itself.
 
     Raises:
-        AssertionError: The function failed, or took too long.
+        NoAnswerError: The process ended by itself, or took too long.
+        AssertionError: The function failed.
     """
     listen, say = os.pipe()
     if (child := fork()) == 0:
+        faulthandler.register(signal.SIGALRM, sys.__stderr__, chain=True)
+        signal.alarm(patience_s)
         try:
             told = pickle.dumps((act(*args), None))
         except BaseException:
@@ -37,12 +47,10 @@ def in_child(act: Callable[..., Any], *args: object, patience_s: float = 60.0) -
         os._exit(0)
     os.close(say)
     with os.fdopen(listen, "rb") as pipe:
-        is_told = bool(select.select([listen], [], [], patience_s)[0])
-        if not is_told:
-            os.kill(child, signal.SIGKILL)
         told = pipe.read()
     os.waitpid(child, 0)
-    assert is_told, f"no answer in {patience_s} s"
+    if not told:
+        raise NoAnswerError(f"no answer in {patience_s} s")
     result, error = pickle.loads(told)
     assert error is None, error
     return result

@@ -1,15 +1,21 @@
 """Tiny models of every supported family, built from configs with seeded weights. No network, no files."""
 
 from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 VOCABULARY = 96
 PAD = 0
+#: What trunks call the K/V cache: `past_key_values` before transformers 5.24, `cache`.
+CACHE = fields(BaseModelOutputWithPast)[1].name
 
 #: Sizes under the most common setting names, and ids of special tokens.
 _SIZES: dict[str, Any] = {
@@ -136,6 +142,19 @@ TOKEN_HEADS: dict[str, Make] = {
     "causal": GENERATORS["gpt2"],
     "seq2seq": GENERATORS["t5"],
 }
+
+
+def kv_named(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Give the argument `kv_cache` of a trunk's forward the name `CACHE`."""
+
+    @wraps(forward)
+    def named(self: object, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **({"kv_cache": kwargs.pop(CACHE)} if CACHE in kwargs else {}), **kwargs)
+
+    own = signature(forward)
+    renamed = [one.replace(name=CACHE) if name == "kv_cache" else one for name, one in own.parameters.items()]
+    named.__signature__ = own.replace(parameters=renamed)  # type: ignore[attr-defined]
+    return named
 
 
 def build(make: Make, seed: int = 0) -> nn.Module:

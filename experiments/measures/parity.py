@@ -33,6 +33,7 @@ from experiments.support.progress import tracked
 from experiments.tasks import build, prompts
 from experiments.tasks.prompts import Prompts
 from llmcache import LLMCache, Stats
+from llmcache.lab import CACHE
 
 #: Parts of the stream; memory is read after each.
 PARTS = 10
@@ -155,7 +156,7 @@ def _continue(model: Any, inputs: Mapping[str, Tensor], experiment: Parity) -> C
             logits.append(output.logits[rows, -1 if step else ends])
             tokens.append(logits[-1].argmax(dim=1, keepdim=True))
             mask = torch.cat([mask, torch.ones_like(tokens[-1])], dim=1)
-            fed = {"input_ids": tokens[-1], "attention_mask": mask, "past_key_values": output.past_key_values}
+            fed = {"input_ids": tokens[-1], "attention_mask": mask, CACHE: output.past_key_values}
             if experiment.positions:
                 fed["position_ids"] = mask.sum(dim=1, keepdim=True) - 1
     return Continued(torch.cat(tokens, dim=1), logits)

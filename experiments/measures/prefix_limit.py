@@ -32,7 +32,7 @@ from experiments.support.clock import Clock
 from experiments.support.files import Folders
 from experiments.support.section import ONE_OR_MORE
 from llmcache import LLMCache
-from llmcache.lab import PrefixOptions
+from llmcache.lab import CACHE, PrefixOptions
 
 BLOCK = PrefixOptions().block
 MAX_BYTES = 4_000_000_000
@@ -106,7 +106,7 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
         ways: dict[str, Way] = {
             "plain": lambda ids: _first(module(ids, logits_to_keep=1)),
             "llmcache": lambda ids: _first(wrapped(ids, logits_to_keep=1)),
-            "limit": lambda ids: _first(module(ids[:, known:], past_key_values=_hand(ready), logits_to_keep=1)),
+            "limit": lambda ids: _first(module(ids[:, known:], **{CACHE: _hand(ready)}, logits_to_keep=1)),
             **({} if batching is None else {"batching": batching}),
         }
 

@@ -28,6 +28,7 @@ from experiments.models.loading import find
 from experiments.support.clock import Clock
 from experiments.support.files import Folders
 from llmcache import LLMCache
+from llmcache.lab import CACHE
 
 WAYS = ("plain", "llmcache", "limit")
 
@@ -70,7 +71,7 @@ class _Ways:
 
     def call(self, way: str, _: int) -> _Made:
         model = self._wrapped if way == "llmcache" else self._plain
-        kept = {"past_key_values": self._ready} if way == "limit" else {}
+        kept = {CACHE: self._ready} if way == "limit" else {}
         before, marking = self._cache.stats().n_computed_tokens, Marking(self._clock)
         start = self._clock.mark()
         tokens = greedy(model, self.said, self._n_new, streamer=marking, **kept)

@@ -313,7 +313,7 @@ def render(tried: Sequence[Tried]) -> str:
             ),
             "\n## Not served\n",
             "What a bypass reason means: `llmcache.CURES`. No trunk found: layers take other arguments than those of "
-            "transformers with K/V, or keep states elsewhere than in `past_key_values`.\n",
+            "transformers with K/V, or keep states elsewhere than in the K/V cache.\n",
             "| class | why |\n|---|---|",
             *(f"| `{one.name}` | {one.reason} |" for one in others),
             f"\nNot built, since these sizes do not suit their configs or they want other inputs: {left_out}.",

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from llmcache.calls.kv_fill import fill, last_states
 from llmcache.memory.blocks.block import Slab, common_prefix
-from llmcache.models.adapters import Trunk
+from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.segments import run_segments
 from llmcache.support.arrays import Ids
 
@@ -238,7 +238,7 @@ def _run(step: Sequence[Segment], run: Callable[..., Any], trunk: Trunk, device:
     places = [np.arange(one.origin + one.begin, one.origin + one.end) for one in step]
     positions = torch.from_numpy(np.concatenate(places))[None].to(device)
     if all(one.parent is before for one, before in zip(shown, (None, *shown), strict=False)):  # one text
-        output = run(input_ids=ids, attention_mask=None, position_ids=positions, past_key_values=kv_cache)
+        output = run(input_ids=ids, attention_mask=None, position_ids=positions, **{CACHE: kv_cache})
     else:
         sees = _sees(step, paths, firsts, n_past).to(device)
         output = run_segments(run, ids, positions, kv_cache, sees, trunk)

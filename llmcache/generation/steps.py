@@ -15,6 +15,7 @@ from torch import Tensor
 from llmcache.errors import RequestError, UnsupportedModelError
 from llmcache.generation.kv_caches import Kind, check_room, make_cache
 from llmcache.generation.validation import check_context, check_ids, check_prompt, decoder_config
+from llmcache.models.adapters import CACHE
 
 #: K/V caches of padded prompts: a cache itself does not record which of its columns are padding.
 _PADDED: WeakSet[Any] = WeakSet()
@@ -139,7 +140,7 @@ def run_columns(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_k
             )
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         padding = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
-    kept = {"past_key_values": kv_cache, "use_cache": True, "return_dict": True, "logits_to_keep": n_keep}
+    kept = {CACHE: kv_cache, "use_cache": True, "return_dict": True, "logits_to_keep": n_keep}
     with torch.no_grad():
         output = model(input_ids=ids, **kept, **padding)
     logits: Tensor = output.logits[:, -n_keep:]  # a model without `logits_to_keep` returns all

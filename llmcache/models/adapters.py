@@ -11,12 +11,13 @@ Sizes: B rows, T tokens, D hidden width.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from llmcache.errors import ConfigError, UnsupportedModelError
 from llmcache.models.arguments import Arguments
@@ -25,12 +26,13 @@ from llmcache.models.hashing import describe
 from llmcache.models.model_config import setting
 
 HIDDEN = "hidden_states"
-CACHE = "past_key_values"
+#: What trunks call the K/V cache, as an argument and in an output: `past_key_values` before transformers 5.24, `cache`.
+CACHE = fields(BaseModelOutputWithPast)[1].name
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 #: What a layer calls the K/V cache.
 _CACHES = (CACHE, "layer_past")
 # Other state that a layer keeps between calls; it would be lost if the layer were skipped.
-_STATES = frozenset({"past_key_value", "cache_params", "cache", "state", "states", "mems"})
+_STATES = frozenset({"past_key_value", "cache_params", "cache", "state", "states", "mems"}) - {CACHE}
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states")
 _UNNAMED = object()
 _describe = lru_cache(16)(describe)

@@ -19,7 +19,7 @@ _BY_ROW = frozenset(
 DECIDING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 #: Arguments of a trunk whose last dimension is tokens.
 BY_COLUMN = ("input_ids", "position_ids", "cache_position")
-_NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values"})  # `past_key_values`: done elsewhere
+_NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values", "cache"})  # K/V caches: done elsewhere
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.models.adapters import Trunk
+from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.model_config import setting
 
 _SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
@@ -30,7 +30,7 @@ def run_segments(
         trunk: A trunk with `Causal.packs`.
     """
     mask = segment_mask(sees, trunk)
-    return run(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=kv_cache, use_cache=True)
+    return run(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE: kv_cache})
 
 
 def segment_mask(sees: Tensor, trunk: Trunk) -> Tensor | dict[str, Tensor]:

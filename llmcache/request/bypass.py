@@ -67,13 +67,13 @@ CURES: dict[str, str] = {
     "unknown_argument": "an argument besides tokens, mask, types and positions may change the hidden states: leave out "
     "arguments that have their default values",
     "kv_cache_kind": "this kind of K/V cache (quantised, offloaded, of fixed length with a sliding window) cannot be "
-    "filled from stored states: pass past_key_values=DynamicCache()",
+    "filled from stored states: pass a DynamicCache()",
     "kv_layout": "this model does not keep K/V as one column per token in each layer (it adds tokens of its own, "
     "shares K/V between layers, or keeps states of linear attention, convolutions or an encoder), so no prompt can be "
     "cut off or restored: pass use_cache=False where no K/V is needed",
     "kv_states": "this model's K/V cache is copied as a whole (it keeps states of linear attention or convolutions, or "
     "shares K/V between layers), for one prompt a call, without padding: pass prompts one by one, and positions that "
-    "count from 0 and past_key_values=DynamicCache(config=model.config), or neither",
+    "count from 0 and a DynamicCache(config=model.config), or neither",
     "kv_cache_with_pooled_payload": "K/V was requested, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
@@ -133,8 +133,11 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
             return what if what in CURES else "more_output"
     if arguments.get("encoder_hidden_states") is not None:
         return "cross_attention"
-    if (kv_cache := arguments.get(CACHE)) is not None and int(kv_cache.get_seq_length()) > 0:
-        return "decode"
+    try:
+        if (kv_cache := arguments.get(CACHE)) is not None and int(kv_cache.get_seq_length()) > 0:
+            return "decode"
+    except ValueError:  # it keeps states alone, and counts no tokens
+        return "kv_layout"
     shape = ids.shape if isinstance(ids, Tensor) else ()
     for name in _BY_TOKEN:
         if (values := arguments.get(name)) is not None and not _are_by_token(values, shape):

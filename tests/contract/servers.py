@@ -68,10 +68,14 @@ class Command:
                 return Answer(error.code, error.headers, error.read().decode())
 
     def stop(self, by: signal.Signals = signal.SIGTERM) -> int:
-        """Send a signal, and wait for the end; return the exit status."""
+        """Send a signal, and wait for the end; return the exit status. A command that does not end is killed."""
         os.kill(self._process, by)
         self.has_ended = True
-        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        kill = threading.Timer(_PATIENCE_S, os.kill, (self._process, signal.SIGKILL))
+        kill.start()
+        status = os.waitpid(self._process, 0)[1]
+        kill.cancel()
+        return os.waitstatus_to_exitcode(status)
 
     def figure(self, name: str) -> float:
         """Return a figure of `/metrics`, summed over its labels."""

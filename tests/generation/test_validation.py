@@ -11,7 +11,17 @@ from transformers import DynamicCache, StaticCache
 
 from llmcache import ConfigError, LLMCache, RequestError, UnsupportedModelError
 from llmcache.generation import Sampling, decode_step, generate, prefill, stream
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, TOKEN_HEADS, VOCABULARY, build, tokens
+from tests.tiny_models import (
+    BARE,
+    CACHE,
+    CLASSIFIERS,
+    GENERATORS,
+    STRANGE_GENERATORS,
+    TOKEN_HEADS,
+    VOCABULARY,
+    build,
+    tokens,
+)
 
 CONTEXT = 64  # of the tiny models
 IDS = tokens(1, 8)
@@ -170,7 +180,7 @@ def test_a_cache_and_a_model_that_keeps_its_kv_to_itself(llama: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"LLMCache cannot .*cache\.model"), LLMCache.wrap(llama) as cache:
         generate(cache, IDS)
     forward = llama.forward
-    llama.forward = lambda past_key_values, **inputs: forward(**inputs)
+    llama.forward = lambda **inputs: forward(**{name: one for name, one in inputs.items() if name != CACHE})
     with pytest.raises(UnsupportedModelError, match="put K/V of 0 tokens into its cache, for a prompt of 8"):
         prefill(llama, IDS)
 

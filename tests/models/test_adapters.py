@@ -12,13 +12,39 @@ from llmcache import ConfigError, LLMCache, UnsupportedModelError
 from llmcache.models.adapters import locate, special_ids
 from llmcache.models.arguments import Arguments, can_select_rows, select_rows
 from tests.contract.judge import ask, check_same
-from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, Make, build, llama, states, tokens
+from tests.tiny_models import (
+    BARE,
+    CACHE,
+    CLASSIFIERS,
+    GENERATORS,
+    STRANGERS,
+    Make,
+    build,
+    kv_named,
+    llama,
+    states,
+    tokens,
+)
 
 
 def without_layers() -> nn.Module:
     model: Any = BARE["bert"]()
     model.encoder.layer = nn.ModuleList()
     return model
+
+
+def with_states() -> nn.Module:
+    class Layer(nn.Module):
+        def forward(self, hidden_states: Any, state: Any = None) -> Any: ...
+
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.layers = tf.PretrainedConfig(), nn.ModuleList([Layer()])
+
+        def forward(self, input_ids: Any) -> Any: ...
+
+    return Trunk()
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -29,7 +55,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "layers of torch": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), "TransformerEncoderLayer"),
     "no layers": (without_layers, "no layers"),
-    "other states": (lambda: tf.MambaForCausalLM(tf.MambaConfig(**SIZES, vocab_size=96)), "keeps no other state"),
+    "other states": (with_states, "keeps no other state"),
     "no vocabulary": (lambda: tf.CanineModel(tf.CanineConfig(**SIZES)), r"CanineModel: .* vocab_size"),
 }
 
@@ -69,9 +95,10 @@ def test_a_class_that_only_has_the_name_of_one_of_transformers_is_told_by_its_sh
     named = tf.LlamaModel
 
     class LlamaModel(named):  # type: ignore[misc, valid-type]
-        def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **more: Any) -> Any:
+        @kv_named
+        def forward(self, input_ids: torch.Tensor, kv_cache: Any = None, **more: Any) -> Any:
             seen = torch.ones(len(input_ids), 1, input_ids.shape[1], input_ids.shape[1], dtype=torch.bool)
-            return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
+            return super().forward(input_ids, attention_mask=seen, **{CACHE: kv_cache}, **more)
 
     model = build(lambda: LlamaModel(llama()))
     first = tokens(1, 40)

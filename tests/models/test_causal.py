@@ -11,7 +11,7 @@ from llmcache.models.adapters import Trunk, locate
 from llmcache.models.causal import Causal
 from llmcache.models.causal_trial import MOST_OF_FORWARD, look_at
 from llmcache.models.rope import rotate
-from tests.tiny_models import BARE, DECODER, GENERATORS, STRANGE_GENERATORS, Make, build, llama, tokens
+from tests.tiny_models import BARE, CACHE, DECODER, GENERATORS, STRANGE_GENERATORS, Make, build, kv_named, llama, tokens
 
 WINDOWS: dict[str, Any] = {
     "head_dim": 8,
@@ -27,15 +27,11 @@ def gemma() -> nn.Module:
 class Placed(tf.LlamaModel):
     """Counts positions from the first token that the mask leaves."""
 
+    @kv_named
     def forward(
-        self,
-        input_ids: Any,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **more: Any,
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, kv_cache: Any = None, **more: Any
     ) -> Any:
-        more["past_key_values"] = past_key_values
+        more[CACHE] = kv_cache
         if position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
             position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         return super().forward(input_ids, attention_mask, position_ids=position_ids, **more)
@@ -93,25 +89,26 @@ def test_what_families_allow(name: str) -> None:
 class Heedless(tf.LlamaModel):
     """Sees all columns before a token, whatever the mask says."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
-        return super().forward(input_ids, past_key_values=past_key_values, **more)
+    @kv_named
+    def forward(self, input_ids: Any, attention_mask: Any = None, kv_cache: Any = None, **more: Any) -> Any:
+        return super().forward(input_ids, **{CACHE: kv_cache}, **more)
 
 
 class Forgetful(tf.LlamaModel):
     """Begins at position 0, whatever the cache holds."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
+    @kv_named
+    def forward(self, input_ids: Any, attention_mask: Any = None, kv_cache: Any = None, **more: Any) -> Any:
         positions = torch.arange(input_ids.shape[1])[None]
-        return super().forward(
-            input_ids, attention_mask, position_ids=positions, past_key_values=past_key_values, **more
-        )
+        return super().forward(input_ids, attention_mask, position_ids=positions, **{CACHE: kv_cache}, **more)
 
 
 class Mixing(tf.LlamaModel):
     """Adds the mean of all tokens to each."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, past_key_values: Any = None, **more: Any) -> Any:
-        output = super().forward(input_ids, attention_mask, past_key_values=past_key_values, **more)
+    @kv_named
+    def forward(self, input_ids: Any, attention_mask: Any = None, kv_cache: Any = None, **more: Any) -> Any:
+        output = super().forward(input_ids, attention_mask, **{CACHE: kv_cache}, **more)
         output.last_hidden_state = output.last_hidden_state + output.last_hidden_state.mean(1, keepdim=True)
         return output
 
@@ -148,10 +145,11 @@ def test_a_forward_that_cannot_be_timed_costs_most_and_loses_nothing_else() -> N
     class Picky(tf.BloomModel):
         """Refuses a single token without K/V."""
 
-        def forward(self, input_ids: Any, *args: Any, past_key_values: Any = None, **more: Any) -> Any:
-            if input_ids.shape[1] == 1 and past_key_values is not None and not past_key_values.get_seq_length():
+        @kv_named
+        def forward(self, input_ids: Any, *args: Any, kv_cache: Any = None, **more: Any) -> Any:
+            if input_ids.shape[1] == 1 and kv_cache is not None and not kv_cache.get_seq_length():
                 raise ValueError("more tokens, please")
-            return super().forward(input_ids, *args, past_key_values=past_key_values, **more)
+            return super().forward(input_ids, *args, **{CACHE: kv_cache}, **more)
 
     found = look_at(locate(build(lambda: Picky(tf.BloomConfig(**DECODER)))))
     assert found.cuts and not found.packs and found.of_segment == MOST_OF_FORWARD

@@ -16,7 +16,7 @@ from llmcache.models.adapters import locate
 from llmcache.models.causal_trial import look_at
 from llmcache.models.kv_state import describe, is_new, new_cache, own_of, restore
 from tests.contract.judge import ask
-from tests.tiny_models import build, tokens
+from tests.tiny_models import CACHE, build, kv_named, tokens
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -313,9 +313,10 @@ def test_an_answer_under_way_is_not_kept_if_its_prompt_was_forgotten(gated: Any)
 
 def test_states_that_do_not_continue_are_not_copied() -> None:
     class Forgetful(tf.Qwen3NextModel):
-        def forward(self, input_ids: Any, past_key_values: Any = None, **more: Any) -> Any:
-            output = super().forward(input_ids, past_key_values=past_key_values, **more)
-            for layer in [] if past_key_values is None else past_key_values.layers[:1]:
+        @kv_named
+        def forward(self, input_ids: Any, kv_cache: Any = None, **more: Any) -> Any:
+            output = super().forward(input_ids, **{CACHE: kv_cache}, **more)
+            for layer in [] if kv_cache is None else kv_cache.layers[:1]:
                 layer.recurrent_states[0].mul_(0.5)
             return output
 
@@ -329,8 +330,9 @@ def test_states_that_do_not_continue_are_not_copied() -> None:
 
 def test_a_model_that_computes_longer_calls_otherwise_is_not_copied() -> None:
     class Choosing(tf.Qwen3NextModel):
-        def forward(self, input_ids: Any, past_key_values: Any = None, **more: Any) -> Any:
-            output = super().forward(input_ids, past_key_values=past_key_values, **more)
+        @kv_named
+        def forward(self, input_ids: Any, kv_cache: Any = None, **more: Any) -> Any:
+            output = super().forward(input_ids, **{CACHE: kv_cache}, **more)
             if input_ids.shape[1] > 30:
                 output.last_hidden_state = output.last_hidden_state * 2
             return output

@@ -13,7 +13,7 @@ from llmcache import LLMCache
 from llmcache.generation import Sampling, stream
 from llmcache.generation.batch import Batch
 from tests.prefix.prompts import BLOCK, close, plainly, run, wrapped
-from tests.tiny_models import DECODER, batch, tokens
+from tests.tiny_models import CACHE, DECODER, batch, tokens
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
 
@@ -187,10 +187,10 @@ def test_positions_that_the_caller_advances_in_place_are_followed(llama: Any) ->
 
 def test_states_that_the_caller_edits_in_place_are_kept_as_they_were(llama: Any) -> None:
     cache, kv_cache = wrapped(llama), DynamicCache()
-    run(llama.model, PROMPT, past_key_values=kv_cache)
+    run(llama.model, PROMPT, **{CACHE: kv_cache})
     for step in ANSWER.split(1, dim=1):
         with torch.inference_mode():
-            llama.model(step, past_key_values=kv_cache)[0].zero_()
+            llama.model(step, **{CACHE: kv_cache})[0].zero_()
     whole = torch.cat([PROMPT, ANSWER], dim=1)
     with cache.disabled():
         expected = run(llama.model, whole)[0]

@@ -84,9 +84,10 @@ def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
             found.deploy()
             yield found
         finally:
-            with suppress(Exception):  # it may not have started; Ray ends below in any case
-                serve.shutdown()
-            ray.shutdown()
+            if ray.is_initialized():  # else Serve would start another Ray
+                with suppress(Exception):  # Ray ends below in any case
+                    serve.shutdown()
+                ray.shutdown()
 
 
 def _title(process: psutil.Process) -> str:
