@@ -290,7 +290,7 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
-        self.forward.follower.discard(namespace)
+        self._discard(namespace)
         with self.reuse.held():
             n_requests = self.bank.clear(namespace)
             self.reuse.forget(namespace)
@@ -299,12 +299,17 @@ class Core:
 
     def drop_names(self, namespace: str, names: Sequence[str]) -> int:
         """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
-        self.forward.follower.discard(namespace)
+        self._discard(namespace)
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
         self.reuse.bury(namespace, every)
         return n_requests
+
+    def _discard(self, namespace: str | None) -> None:
+        """Discard what calls under way have noted of a namespace (None: all), and logits that were kept of any."""
+        self.forward.follower.discard(namespace)
+        self.forward.form = None
 
     def namespaces(self) -> set[str]:
         """Return the namespaces with entries or blocks in memory."""

@@ -42,6 +42,8 @@ SWAPPING = threading.RLock()
 _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids"}
+_KNOWN_BYTES = 8 << 20  # of the logits kept for exact hits
+_OVERHEAD = 512  # bytes of a row of logits besides its numbers
 _MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
 
 
@@ -325,6 +327,17 @@ class Form(NamedTuple):
     kind: type  # class of the output
     name: Any  # of the logits, as of `packing.parts_of`
     logits: Tensor  # (0, C): their dtype and device
+    known: OrderedDict[tuple[Any, str], Any]  # logits (C,), float32, of the latest rows, by scope and key
+
+    def keep(self, call: Any, output: Any) -> None:
+        """Keep the logits that the head made of computed states and of exact hits."""
+        logits = fields_of(output)[self.name].float().numpy(force=True)
+        for row in call.rows if len(logits) == len(call.rows) else ():
+            hit = call.hits.get(row.number)
+            if row.number in call.entries if hit is None else hit.rung == "exact":
+                self.known[call.scope, row.key] = logits[row.number].copy()
+        while len(self.known) * (logits[0].nbytes + _OVERHEAD) > _KNOWN_BYTES:
+            self.known.popitem(last=False)
 
     def fill(self, rows: Sequence[Any]) -> Any:
         """Return an output of this form with logits (C,) of B rows, in a new tensor."""
@@ -341,6 +354,7 @@ class ModelCall:
     beside: Sequence[Any]  # its arguments that the trunk does not take by name: labels, say
     form: Form | None  # of its output, if trunk and head need not run where logits are known; else None
     calls: list[Any] = field(default_factory=list)  # of the trunk, closed
+    is_passed_on: bool = False  # to the trunk: it got the model's arguments themselves
     is_answered: bool = False  # by the logits of the only call of the trunk
 
     def has_rows_of(self, call: Any) -> bool:
@@ -353,12 +367,17 @@ class ModelCall:
     def answer_by(self, call: Any) -> bool:
         """Set and return `is_answered`, if a call of the trunk found logits for all of its rows."""
         form, hits = self.form, call.hits
-        if form is None or self.calls or not hits or call.calibration is None or len(hits) < len(call.rows):
+        if form is None or self.calls or call.calibration is None:
             return False
-        if call.is_activated or not all(hit.logits is not None for hit in hits.values()):
+        self.is_passed_on = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
+        if not (hits and self.is_passed_on) or call.is_activated or len(hits) < len(call.rows):
             return False
-        is_same = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
-        self.is_answered = is_same and call.kind == form.call and call.calibration.head == form.head
+        for hit in hits.values():
+            if hit.logits is None and hit.rung == "exact":
+                hit.logits = form.known.get((call.scope, hit.source))
+            if hit.logits is None:
+                return False
+        self.is_answered = call.kind == form.call and call.calibration.head == form.head
         return self.is_answered
 
 
@@ -376,7 +395,6 @@ class ModelForward(Swap):
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
         self._is_spared = is_spared and not _swaps_of(self)[-1].had_own_forward
-        self._form: Form | None = None  # of the latest call that could be spared
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.listener
@@ -386,7 +404,7 @@ class ModelForward(Swap):
         if may_spare:  # no hook, no foreign forward
             parts = parts_around(self.module, forward.module)
             may_spare = all(isinstance(vars(one).get("forward", self), Swap) for one in parts) and not are_hooked(parts)
-        within = ModelCall(args, kwargs, self._beside(args, kwargs), self._form if may_spare else None)
+        within = ModelCall(args, kwargs, self._beside(args, kwargs), forward.form if may_spare else None)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
         try:
@@ -408,7 +426,12 @@ class ModelForward(Swap):
         # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
         if len(calls) == 1 and not within.is_answered:
             if may_spare and calls[0].calibration is not None:
-                self._form = _form_of(calls[0], output)
+                form, before = _form_of(calls[0], output), within.form
+                if form is not None and before is not None and before[:4] == form[:4]:
+                    if within.is_passed_on:
+                        before.keep(calls[0], output)  # what forgets meanwhile has put another form in its place
+                else:
+                    forward.form = form
             if calls[0].entries and not (beside and isinstance(output, tuple)):
                 forward.reuse.observe(calls[0], output)
         return output
@@ -441,7 +464,8 @@ def _form_of(call: Any, output: Any) -> Form | None:
     (name, logits), *others = (*fields_of(output).items(), (None, None))
     if len(others) != 1 or not (isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point()):
         return None
-    form = Form(call.calibration.head, call.kind, type(output), name, logits.new_empty((0, logits.shape[1])))
+    example = logits.new_empty((0, logits.shape[1]))
+    form = Form(call.calibration.head, call.kind, type(output), name, example, OrderedDict())
     made = form.fill([[0.0] * logits.shape[1]]) if isinstance(output, ModelOutput) else output
     return form if getattr(made, "__dict__", {}).keys() == getattr(output, "__dict__", {}).keys() else None
 

@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from llmcache import LLMCache
+from llmcache.models import hooks
 from tests import inside
 from tests.calibration.drafting import drafted_rows, only_copy
 from tests.contract.streams import N_TOPICS, ask, batched, calibrated, classifier, requests
@@ -68,6 +69,55 @@ def test_a_source_answers_with_its_own_logits_in_a_new_tensor(cache: LLMCache, h
         cache.model.bert(input_ids=requests(1, seed=8)[0])  # the trunk alone returns states, in a form of its own
         states = cache.model.bert(input_ids=ids).pooler_output
         torch.testing.assert_close(cache.model.classifier(states), together, **ROUNDED)
+
+
+def test_an_exact_hit_answers_with_the_logits_that_its_head_made(
+    cache: LLMCache, heads: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row[None] for row in requests(60, seed=6)[0]]
+    made = [(row, cache(input_ids=row).logits) for row in rows]
+    computed = [(row, logits) for row, logits in made if ask(cache, row) == ["exact"]]
+    assert len(computed) > 5
+    heads.clear()
+    for row, expected in (*computed, *computed):
+        logits = cache(input_ids=row).logits
+        assert cache.last[0].rung == "exact" and torch.equal(logits, expected)
+        with torch.inference_mode():
+            logits.fill_(0)  # a caller may write to it
+    together = cache(input_ids=torch.cat([row for row, _ in computed])).logits
+    assert torch.equal(together, torch.cat([expected for _, expected in computed])) and not heads
+    form = cache._core.forward.form
+    assert form is not None and len(form.known) >= len(computed)
+    (row, expected), *_ = computed
+    assert cache.forget(input_ids=row) == 1 and cache._core.forward.form is None
+    for rung in (None, "exact"):  # the first shows the form again, the second is kept
+        assert ask(cache, row) == [rung] and heads
+    heads.clear()
+    torch.testing.assert_close(cache(input_ids=row).logits, expected, **ROUNDED)
+    assert not heads
+    monkeypatch.setattr(hooks, "_KNOWN_BYTES", 2 * (form.known.popitem()[1].nbytes + hooks._OVERHEAD))
+    for row, _ in computed[1:]:
+        cache(input_ids=row)
+    assert len(cache._core.forward.form.known) == 2  # type: ignore[union-attr]
+
+
+def test_logits_that_are_made_while_their_request_is_forgotten_are_not_kept(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, forward = nn.functional.linear, cache._core.forward
+    ids = next(row[None] for row in requests(60, seed=6)[0] if ask(cache, row[None]) == [None])
+    form = forward.form
+    assert form is not None and form.known
+    form.known.clear()
+
+    def forgetting(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if len(weight) == N_TOPICS:
+            cache.forget(input_ids=ids)
+        return linear(states, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", forgetting)
+    cache(input_ids=ids)
+    assert forward.form is None and len(form.known) == 1
 
 
 @only_copy
