@@ -28,7 +28,7 @@ def fork() -> int:
 def in_child(act: Callable[..., Any], *args: object, patience_s: int = 60) -> Any:
     """Run a function in a forked process and return its result.
 
-    A process that takes longer writes where its threads are, and ends. So do processes that it forked itself.
+    A process that takes longer writes where its threads are, and ends. Within it, `in_child` does the same.
 
     Raises:
         NoAnswerError: The process ended by itself, or took too long.
@@ -48,9 +48,9 @@ def in_child(act: Callable[..., Any], *args: object, patience_s: int = 60) -> An
     os.close(say)
     with os.fdopen(listen, "rb") as pipe:
         told = pipe.read()
-    os.waitpid(child, 0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not told:
-        raise NoAnswerError(f"no answer in {patience_s} s")
+        raise NoAnswerError(f"no answer in {patience_s} s" if status == -signal.SIGALRM else f"it ended with {status}")
     result, error = pickle.loads(told)
     assert error is None, error
     return result

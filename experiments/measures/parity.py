@@ -156,7 +156,7 @@ def _continue(model: Any, inputs: Mapping[str, Tensor], experiment: Parity) -> C
             logits.append(output.logits[rows, -1 if step else ends])
             tokens.append(logits[-1].argmax(dim=1, keepdim=True))
             mask = torch.cat([mask, torch.ones_like(tokens[-1])], dim=1)
-            fed = {"input_ids": tokens[-1], "attention_mask": mask, CACHE: output.past_key_values}
+            fed = {"input_ids": tokens[-1], "attention_mask": mask, CACHE: output[CACHE]}
             if experiment.positions:
                 fed["position_ids"] = mask.sum(dim=1, keepdim=True) - 1
     return Continued(torch.cat(tokens, dim=1), logits)

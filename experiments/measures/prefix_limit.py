@@ -102,7 +102,7 @@ def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) ->
     copies: list[float] = []
     served: list[int] = []
     with torch.inference_mode(), _batching(module, length, experiment.batching) as (batching, trouble):
-        ready = module(first, logits_to_keep=1).past_key_values
+        ready = module(first, logits_to_keep=1)[CACHE]
         ways: dict[str, Way] = {
             "plain": lambda ids: _first(module(ids, logits_to_keep=1)),
             "llmcache": lambda ids: _first(wrapped(ids, logits_to_keep=1)),

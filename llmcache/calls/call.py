@@ -169,7 +169,7 @@ class Rows(Path):
         if not is_known or ((call.is_coupled or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
         if within is not None and within.form is not None and call.hits and call.calibration is None:
-            call.calibration = reuse.serving(call.scope.weights)  # exact hits may be answered by logits of its head
+            call.calibration = reuse.serving(call.scope.weights)  # kept logits belong to the head of a calibration
 
     def needs_own(self, arguments: Mapping[str, Any], n_coupled: int) -> bool:
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
@@ -352,8 +352,9 @@ class CachedForward(Swap, ContextFlags):
         self.is_retired = False
         self._local = threading.local()
         self.prepared = PreparedCalls(wrapped.weights.adapted)
-        #: Of the latest output of the whole model that could be made of logits, see `ModelForward`.
+        #: Of the model's latest output, if it was logits alone; None after a forget. See `ModelForward`.
         self.form: Form | None = None
+        self.guard = wrapped.counters.guard
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         #: How many of the last columns a language-model head reads, while it runs; 0: each, for itself; None: unknown.

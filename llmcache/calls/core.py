@@ -290,26 +290,23 @@ class Core:
 
     def drop(self, namespace: str | None) -> int:
         """Forget a namespace in memory (None: all), not in the store; return the number of requests."""
-        self._discard(namespace)
+        self.forward.follower.discard(namespace)
         with self.reuse.held():
             n_requests = self.bank.clear(namespace)
             self.reuse.forget(namespace)
+        self.forward.form = None  # with the logits that it keeps; those of calls under way are added to it
         self.reuse.forget_waiting(namespace)
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
     def drop_names(self, namespace: str, names: Sequence[str]) -> int:
         """Forget entries and blocks in memory by name, and bury sources, not in the store; return how many requests."""
-        self._discard(namespace)
+        self.forward.follower.discard(namespace)
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
+        self.forward.form = None
         self.reuse.bury(namespace, every)
         return n_requests
-
-    def _discard(self, namespace: str | None) -> None:
-        """Discard what calls under way have noted of a namespace (None: all), and logits that were kept of any."""
-        self.forward.follower.discard(namespace)
-        self.forward.form = None
 
     def namespaces(self) -> set[str]:
         """Return the namespaces with entries or blocks in memory."""

@@ -136,5 +136,7 @@ def names_of(output: Any) -> tuple[str, ...]:
 
 def make_output(of: type, names: Sequence[str], states: Tensor, kv_cache: Any) -> Any:
     """Return an output of a class, with these names, of states and a K/V cache."""
-    made = {name: states if name == STATES else kv_cache for name in names}
+    made = {STATES: states}
+    if len(names) > 1:  # in a save of another version of transformers, the K/V cache may have another name
+        made[CACHE] = kv_cache
     return tuple(made.values()) if of is tuple else of(**made)

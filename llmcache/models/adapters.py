@@ -26,13 +26,14 @@ from llmcache.models.hashing import describe
 from llmcache.models.model_config import setting
 
 HIDDEN = "hidden_states"
-#: What trunks call the K/V cache, as an argument and in an output: `past_key_values` before transformers 5.24, `cache`.
-CACHE = fields(BaseModelOutputWithPast)[1].name
+_OLD_CACHE = "past_key_values"
+#: What trunks call the K/V cache, as an argument and in an output: `cache` since transformers 5.24.
+CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else _OLD_CACHE
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 #: What a layer calls the K/V cache.
 _CACHES = (CACHE, "layer_past")
 # Other state that a layer keeps between calls; it would be lost if the layer were skipped.
-_STATES = frozenset({"past_key_value", "cache_params", "cache", "state", "states", "mems"}) - {CACHE}
+_STATES = frozenset({"past_key_value", _OLD_CACHE, "cache_params", "cache", "state", "states", "mems"}) - {CACHE}
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states")
 _UNNAMED = object()
 _describe = lru_cache(16)(describe)
@@ -278,6 +279,12 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
         raise UnsupportedModelError(f"{name}: does not match its adapter {adapter.family!r}: {error}") from error
     if len(layers) == 0:
         raise UnsupportedModelError(f"{name}: {adapter.layers} holds no layers, nothing to reuse")
+    names = Arguments(module.forward).names
+    if adapter.is_causal and _OLD_CACHE in names and CACHE not in names:
+        raise UnsupportedModelError(
+            f"{name}: its forward takes the K/V cache as {_OLD_CACHE!r}: rename the argument to {CACHE!r}, its name in "
+            "transformers since 5.24"
+        )
     if not hasattr(module, "config"):
         raise UnsupportedModelError(f"{name}: no config; give it one with vocab_size, as transformers models have")
     n_configured = setting(module.config, "num_hidden_layers")
@@ -331,7 +338,7 @@ def _recognise(module: nn.Module) -> Adapter | None:
         )
         keeps_kv = all(cache_name(names) in names for names in forwards)
         is_of_one_class = len({type(layer) for layer in layers}) == 1
-        if are_like_layers and (keeps_kv or (is_of_one_class and CACHE not in taken)):
+        if are_like_layers and (keeps_kv or (is_of_one_class and not {CACHE, _OLD_CACHE} & set(taken))):
             name = type(module).__name__
             return Adapter(name, (name,), path, is_causal=keeps_kv, is_guess=True, skipped=None)
     return None

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ from torch.nn.modules import module as _every_module
 from transformers.utils.generic import ModelOutput
 
 from llmcache.errors import WrapError
-from llmcache.models.adapters import Trunk
+from llmcache.models.adapters import Trunk, is_from
 from llmcache.models.arguments import Arguments, takes_dict
 from llmcache.models.packing import make_output
 from llmcache.models.packing import parts_of as fields_of
@@ -41,8 +42,9 @@ ALREADY_WRAPPED = "this model is already wrapped: use the existing cache, or cal
 SWAPPING = threading.RLock()
 _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
+_TRAINING = attrgetter("training")
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids"}
-_KNOWN_BYTES = 8 << 20  # of the logits kept for exact hits
+_KEPT_BYTES = 8 << 20  # of the logits kept for exact hits
 _OVERHEAD = 512  # bytes of a row of logits besides its numbers
 _MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
 
@@ -327,17 +329,25 @@ class Form(NamedTuple):
     kind: type  # class of the output
     name: Any  # of the logits, as of `packing.parts_of`
     logits: Tensor  # (0, C): their dtype and device
-    known: OrderedDict[tuple[Any, str], Any]  # logits (C,), float32, of the latest rows, by scope and key
+    logits_by_key: OrderedDict[str, Any]  # (C,) of the latest rows that were computed or exact hits, on the CPU
+
+    def is_like(self, other: "Form") -> bool:
+        """Whether logits of one form may be put into the other."""
+        is_like = self.logits.dtype == other.logits.dtype and self.logits.device == other.logits.device
+        return is_like and self[:4] == other[:4]
 
     def keep(self, call: Any, output: Any) -> None:
         """Keep the logits that the head made of computed states and of exact hits."""
-        logits = fields_of(output)[self.name].float().numpy(force=True)
-        for row in call.rows if len(logits) == len(call.rows) else ():
+        logits = fields_of(output)[self.name]
+        rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy(force=True)
+        for row in call.rows if len(rows) == len(call.rows) else ():
             hit = call.hits.get(row.number)
-            if row.number in call.entries if hit is None else hit.rung == "exact":
-                self.known[call.scope, row.key] = logits[row.number].copy()
-        while len(self.known) * (logits[0].nbytes + _OVERHEAD) > _KNOWN_BYTES:
-            self.known.popitem(last=False)
+            is_own = row.number in call.entries if hit is None else hit.rung == "exact"
+            if is_own:
+                self.logits_by_key[row.key] = rows[row.number].copy()
+        n_most = _KEPT_BYTES // (rows.itemsize * rows.shape[1] + _OVERHEAD)
+        while len(self.logits_by_key) > n_most:
+            self.logits_by_key.popitem(last=False)
 
     def fill(self, rows: Sequence[Any]) -> Any:
         """Return an output of this form with logits (C,) of B rows, in a new tensor."""
@@ -353,8 +363,10 @@ class ModelCall:
     kwargs: dict[str, Any]
     beside: Sequence[Any]  # its arguments that the trunk does not take by name: labels, say
     form: Form | None  # of its output, if trunk and head need not run where logits are known; else None
+    head: Any  # the `Weights` outside the trunk, if logits may be kept for exact hits; else None
     calls: list[Any] = field(default_factory=list)  # of the trunk, closed
-    is_passed_on: bool = False  # to the trunk: it got the model's arguments themselves
+    before: Any = None  # snapshot of `head` before it ran, if it is that of `form`
+    is_passed_on: bool = False  # the trunk got the very tensors that the model got
     is_answered: bool = False  # by the logits of the only call of the trunk
 
     def has_rows_of(self, call: Any) -> bool:
@@ -370,14 +382,14 @@ class ModelCall:
         if form is None or self.calls or call.calibration is None:
             return False
         self.is_passed_on = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
-        if not (hits and self.is_passed_on) or call.is_activated or len(hits) < len(call.rows):
-            return False
         for hit in hits.values():
             if hit.logits is None and hit.rung == "exact":
-                hit.logits = form.known.get((call.scope, hit.source))
-            if hit.logits is None:
-                return False
-        self.is_answered = call.kind == form.call and call.calibration.head == form.head
+                hit.logits = form.logits_by_key.get(hit.source)
+        is_known = len(hits) == len(call.rows) and all(hit.logits is not None for hit in hits.values())
+        is_alike = self.is_passed_on and call.kind == form.call and call.calibration.head == form.head
+        self.is_answered = is_known and is_alike and bool(hits) and not call.is_activated
+        if not self.is_answered and self.head is not None:
+            self.before = self.head.snapshot_of(form.head)
         return self.is_answered
 
 
@@ -395,16 +407,21 @@ class ModelForward(Swap):
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
         self._is_spared = is_spared and not _swaps_of(self)[-1].had_own_forward
+        # Exact hits promise the model's own answer. A head of another class may read what its digest does not cover.
+        parts = (model, *parts_around(model, listener.module))
+        self._keeps_logits = all(is_from(one, "transformers") or is_from(one, "torch") for one in parts)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.listener
         if forward.is_retired or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         may_spare = self._is_spared and not (args or kwargs.keys() - _TOKENS)
-        if may_spare:  # no hook, no foreign forward
+        if may_spare:  # no hook, no foreign forward, no dropout in the head
             parts = parts_around(self.module, forward.module)
-            may_spare = all(isinstance(vars(one).get("forward", self), Swap) for one in parts) and not are_hooked(parts)
-        within = ModelCall(args, kwargs, self._beside(args, kwargs), forward.form if may_spare else None)
+            may_spare = all(isinstance(vars(one).get("forward", self), Swap) for one in parts)
+            may_spare = may_spare and not (any(map(_TRAINING, parts)) or are_hooked(parts))
+        head = forward.reuse.head if may_spare and self._keeps_logits else None
+        within = ModelCall(args, kwargs, self._beside(args, kwargs), forward.form if may_spare else None, head)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
         try:
@@ -426,15 +443,22 @@ class ModelForward(Swap):
         # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
         if len(calls) == 1 and not within.is_answered:
             if may_spare and calls[0].calibration is not None:
-                form, before = _form_of(calls[0], output), within.form
-                if form is not None and before is not None and before[:4] == form[:4]:
-                    if within.is_passed_on:
-                        before.keep(calls[0], output)  # what forgets meanwhile has put another form in its place
-                else:
-                    forward.form = form
+                with forward.guard("keep logits"):
+                    self._note(within, output)
             if calls[0].entries and not (beside and isinstance(output, tuple)):
                 forward.reuse.observe(calls[0], output)
         return output
+
+    def _note(self, within: ModelCall, output: Any) -> None:
+        """Note the form of an output, or keep its logits for exact hits if the form is known."""
+        (call,), before, head = within.calls, within.form, within.head
+        form = _form_of(call, output)
+        if form is None or before is None or not before.is_like(form):
+            self.listener.form = form
+            return
+        may_keep = head is not None and within.is_passed_on and form.logits.device.type == "cpu"
+        if may_keep and head.stayed(within.before, form.head):
+            before.keep(call, output)  # if a forget ran meanwhile, this form is no longer in use
 
     def _run(self, within: ModelCall) -> Any:
         """Return the model's output, made of logits if a call of the trunk answered so."""

@@ -136,7 +136,7 @@ def find_reason_of(arguments: Mapping[str, Any], trunk: Trunk, defaults: Mapping
     try:
         if (kv_cache := arguments.get(CACHE)) is not None and int(kv_cache.get_seq_length()) > 0:
             return "decode"
-    except ValueError:  # it keeps states alone, and counts no tokens
+    except ValueError:  # a cache of recurrent states only has no length
         return "kv_layout"
     shape = ids.shape if isinstance(ids, Tensor) else ()
     for name in _BY_TOKEN:

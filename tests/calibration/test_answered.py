@@ -71,44 +71,56 @@ def test_a_source_answers_with_its_own_logits_in_a_new_tensor(cache: LLMCache, h
         torch.testing.assert_close(cache.model.classifier(states), together, **ROUNDED)
 
 
+def computed(cache: LLMCache, seed: int = 6) -> list[tuple[Tensor, Tensor]]:
+    """Ask requests; return those that the model computed (1, T), and their logits. Each is an exact hit from now on."""
+    asked = [(row[None], cache(input_ids=row[None]).logits, cache.last[0].rung) for row in requests(300, seed=seed)[0]]
+    found = [(row, logits) for row, logits, rung in asked if rung is None]
+    assert len(found) > 15
+    return found
+
+
 def test_an_exact_hit_answers_with_the_logits_that_its_head_made(
     cache: LLMCache, heads: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [row[None] for row in requests(60, seed=6)[0]]
-    made = [(row, cache(input_ids=row).logits) for row in rows]
-    computed = [(row, logits) for row, logits in made if ask(cache, row) == ["exact"]]
-    assert len(computed) > 5
+    rows, forward = computed(cache), cache._core.forward
     heads.clear()
-    for row, expected in (*computed, *computed):
+    for row, expected in (*rows, *rows):
         logits = cache(input_ids=row).logits
         assert cache.last[0].rung == "exact" and torch.equal(logits, expected)
         with torch.inference_mode():
             logits.fill_(0)  # a caller may write to it
-    together = cache(input_ids=torch.cat([row for row, _ in computed])).logits
-    assert torch.equal(together, torch.cat([expected for _, expected in computed])) and not heads
-    form = cache._core.forward.form
-    assert form is not None and len(form.known) >= len(computed)
-    (row, expected), *_ = computed
-    assert cache.forget(input_ids=row) == 1 and cache._core.forward.form is None
-    for rung in (None, "exact"):  # the first shows the form again, the second is kept
+    (known, answer), (row, expected), *more = rows
+    other = served(cache)[0][0]
+    heads.clear()
+    found = cache(input_ids=torch.cat([known, row, other])).logits
+    assert torch.equal(found[:2], torch.cat([answer, expected])) and not heads
+    assert [one.rung for one in cache.last] == ["exact", "exact", "semantic"]
+    for new in requests(300, seed=9)[0].split(1):
+        heads.clear()
+        cache(input_ids=torch.cat([known, new]))
+        if [one.rung for one in cache.last] == ["exact", None]:
+            break
+    assert len(heads) == 1  # a row is computed, so the head runs on all
+    cache.forget(input_ids=row)
+    for rung in (None, "exact"):  # the first shows the form of an output, the second keeps the logits
+        heads.clear()
         assert ask(cache, row) == [rung] and heads
     heads.clear()
     torch.testing.assert_close(cache(input_ids=row).logits, expected, **ROUNDED)
     assert not heads
-    monkeypatch.setattr(hooks, "_KNOWN_BYTES", 2 * (form.known.popitem()[1].nbytes + hooks._OVERHEAD))
-    for row, _ in computed[1:]:
+    monkeypatch.setattr(hooks, "_KEPT_BYTES", 2 * (expected.nbytes + hooks._OVERHEAD))
+    for row, _ in more:
         cache(input_ids=row)
-    assert len(cache._core.forward.form.known) == 2  # type: ignore[union-attr]
+    assert forward.form is not None and len(forward.form.logits_by_key) == 2
 
 
 def test_logits_that_are_made_while_their_request_is_forgotten_are_not_kept(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear, forward = nn.functional.linear, cache._core.forward
-    ids = next(row[None] for row in requests(60, seed=6)[0] if ask(cache, row[None]) == [None])
+    ((ids, _), *_), linear, forward = computed(cache), nn.functional.linear, cache._core.forward
     form = forward.form
-    assert form is not None and form.known
-    form.known.clear()
+    assert form is not None and form.logits_by_key
+    form.logits_by_key.clear()
 
     def forgetting(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         if len(weight) == N_TOPICS:
@@ -117,7 +129,57 @@ def test_logits_that_are_made_while_their_request_is_forgotten_are_not_kept(
 
     monkeypatch.setattr(nn.functional, "linear", forgetting)
     cache(input_ids=ids)
-    assert forward.form is None and len(form.known) == 1
+    assert forward.form is None and len(form.logits_by_key) == 1  # of a form that is no longer in use
+
+
+def test_logits_that_the_head_would_not_make_again_are_not_kept(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.functional.linear
+
+    def check() -> None:
+        for row, _ in rows:
+            found = cache(input_ids=row).logits
+            assert cache.last[0].rung == "exact"
+            with cache.disabled():
+                torch.testing.assert_close(found, cache(input_ids=row).logits, **ROUNDED)
+
+    cache.model.dropout.train()
+    rows = computed(cache)
+    cache.model.eval()
+    check()
+
+    def edited(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Compute with other weights, which another thread, say, sets for a moment."""
+        if len(weight) == N_TOPICS:
+            with torch.inference_mode(False), torch.no_grad():
+                weight.neg_()
+        output = linear(states, weight, bias)
+        if len(weight) == N_TOPICS:
+            with torch.inference_mode(False), torch.no_grad():
+                weight.neg_()
+        return output
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.functional, "linear", edited)
+        rows = computed(cache, seed=8)
+    check()
+
+
+def test_exact_hits_run_heads_of_other_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of the user's may read what its digest does not cover."""
+    cache = calibrate(own(Scaled))
+    rows = computed(cache)
+    monkeypatch.setattr(Scaled, "scale", 3.0)
+    for row, logits in rows:
+        torch.testing.assert_close(cache(input_ids=row).logits, 3 * logits)
+        assert cache.last[0].rung == "exact"
+
+
+def test_kept_logits_have_all_their_digits() -> None:
+    cache = calibrate(classifier().double())
+    for row, logits in computed(cache):
+        assert torch.equal(cache(input_ids=row).logits, logits)
 
 
 @only_copy

@@ -73,9 +73,10 @@ class Command:
         self.has_ended = True
         kill = threading.Timer(_PATIENCE_S, os.kill, (self._process, signal.SIGKILL))
         kill.start()
-        status = os.waitpid(self._process, 0)[1]
-        kill.cancel()
-        return os.waitstatus_to_exitcode(status)
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        finally:
+            kill.cancel()
 
     def figure(self, name: str) -> float:
         """Return a figure of `/metrics`, summed over its labels."""

@@ -60,6 +60,17 @@ REFUSED: dict[str, tuple[Make, str]] = {
 }
 
 
+class Renamed(tf.LlamaModel):
+    """Calls the K/V cache as transformers did before 5.24."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **more: Any) -> Any:
+        return super().forward(input_ids, **{CACHE: past_key_values}, **more)
+
+
+if CACHE != "past_key_values":
+    REFUSED["K/V by another name"] = lambda: Renamed(llama()), f"Renamed: .* rename the argument to '{CACHE}'"
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_says_what_was_looked_for(name: str) -> None:
     make, told = REFUSED[name]

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from llmcache.calls.kv_fill import make_output
 from tests.prefix.prompts import BLOCK, CACHES, close, plainly, run, wrapped
-from tests.tiny_models import padded, tokens
+from tests.tiny_models import CACHE, padded, tokens
 
 LENGTHS = {"shorter than a block": 3, "full blocks": 8, "blocks and a tail": 10}
 PER_TOKEN = (2 * 4 * 2 * 8 + 32) * 4  # bytes in the Llama: keys and values of 4 layers and 2 heads, and a state
@@ -188,3 +190,10 @@ def test_a_prompt_whose_tail_or_blocks_have_left_is_served_what_is_held(llama: A
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_saved_output_may_be_of_another_version_of_transformers(name: str) -> None:
+    states, kv_cache = torch.zeros(1, 2, 3), object()
+    made = make_output(BaseModelOutputWithPast, ("last_hidden_state", name), states, kv_cache)
+    assert made["last_hidden_state"] is states and made[CACHE] is kv_cache

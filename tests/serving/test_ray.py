@@ -143,7 +143,7 @@ def _n_computed(replicas: Replicas, requests: Sequence[bytes]) -> int:
 @pytest.mark.slow
 @needs_fork
 def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(ray: Any, models: Path) -> None:
-    """Ray runs in a process of its own: it may wait for ever, or end the process that uses it."""
+    """Ray runs in a process of its own, since a start that fails may end that process, or wait for ever."""
     settings = {
         "model": str(models / "decoder"),
         "cache": {"auto_bypass": False},
@@ -151,7 +151,7 @@ def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(ray: Any
     }
     try:
         in_child(check_replicas, ray.ReplicaSettings.make(settings), patience_s=250)
-    except NoAnswerError:  # it looks for free ports before it opens them: others may take them meanwhile
+    except NoAnswerError:  # Ray looks for free ports before it opens them: another process may take one meanwhile
         in_child(check_replicas, ray.ReplicaSettings.make(settings), patience_s=250)
 
 
