@@ -28,7 +28,7 @@ from torch.nn.modules import module as _every_module
 from transformers.utils.generic import ModelOutput
 
 from llmcache.errors import WrapError
-from llmcache.models.adapters import Trunk, is_from
+from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments, takes_dict
 from llmcache.models.packing import make_output
 from llmcache.models.packing import parts_of as fields_of
@@ -337,13 +337,13 @@ class Form(NamedTuple):
         return is_like and self[:4] == other[:4]
 
     def keep(self, call: Any, output: Any) -> None:
-        """Keep the logits that the head made of computed states and of exact hits."""
+        """Keep the logits that the head made of computed states and of exact hits, in rows without padding."""
         logits = fields_of(output)[self.name]
         rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy(force=True)
         for row in call.rows if len(rows) == len(call.rows) else ():
             hit = call.hits.get(row.number)
             is_own = row.number in call.entries if hit is None else hit.rung == "exact"
-            if is_own:
+            if is_own and row.n_valid == call.requests.ids.shape[1]:
                 self.logits_by_key[row.key] = rows[row.number].copy()
         n_most = _KEPT_BYTES // (rows.itemsize * rows.shape[1] + _OVERHEAD)
         while len(self.logits_by_key) > n_most:
@@ -382,8 +382,9 @@ class ModelCall:
         if form is None or self.calls or call.calibration is None:
             return False
         self.is_passed_on = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
-        for hit in hits.values():
-            if hit.logits is None and hit.rung == "exact":
+        for number, hit in hits.items():
+            is_whole = call.rows[number].n_valid == call.requests.ids.shape[1]  # a head may read how wide padding is
+            if hit.logits is None and hit.rung == "exact" and is_whole:
                 hit.logits = form.logits_by_key.get(hit.source)
         is_known = len(hits) == len(call.rows) and all(hit.logits is not None for hit in hits.values())
         is_alike = self.is_passed_on and call.kind == form.call and call.calibration.head == form.head
@@ -407,9 +408,6 @@ class ModelForward(Swap):
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
         self._is_spared = is_spared and not _swaps_of(self)[-1].had_own_forward
-        # Exact hits promise the model's own answer. A head of another class may read what its digest does not cover.
-        parts = (model, *parts_around(model, listener.module))
-        self._keeps_logits = all(is_from(one, "transformers") or is_from(one, "torch") for one in parts)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.listener
@@ -420,7 +418,7 @@ class ModelForward(Swap):
             parts = parts_around(self.module, forward.module)
             may_spare = all(isinstance(vars(one).get("forward", self), Swap) for one in parts)
             may_spare = may_spare and not (any(map(_TRAINING, parts)) or are_hooked(parts))
-        head = forward.reuse.head if may_spare and self._keeps_logits else None
+        head = forward.reuse.head if may_spare else None
         within = ModelCall(args, kwargs, self._beside(args, kwargs), forward.form if may_spare else None, head)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None

@@ -166,14 +166,27 @@ def test_logits_that_the_head_would_not_make_again_are_not_kept(
     check()
 
 
-def test_exact_hits_run_heads_of_other_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head of the user's may read what its digest does not cover."""
-    cache = calibrate(own(Scaled))
-    rows = computed(cache)
-    monkeypatch.setattr(Scaled, "scale", 3.0)
-    for row, logits in rows:
-        torch.testing.assert_close(cache(input_ids=row).logits, 3 * logits)
+class Wide(BertForSequenceClassification):
+    """Its head reads how wide the call is."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        pooled = self.bert(input_ids=input_ids, attention_mask=attention_mask).pooler_output
+        return SequenceClassifierOutput(logits=self.classifier(pooled) + input_ids.shape[1])
+
+
+def test_the_head_runs_where_a_row_is_padded(heads: list[Tensor]) -> None:
+    cache = calibrate(own(Wide), payload="cls")
+    for row, logits in computed(cache):
+        padded = {"input_ids": nn.functional.pad(row, (0, 3)), "attention_mask": nn.functional.pad(row * 0 + 1, (0, 3))}
+        for _ in range(3):
+            torch.testing.assert_close(cache(**padded).logits, logits + 3, **ROUNDED)
         assert cache.last[0].rung == "exact"
+        mask = torch.ones_like(row)
+        for _ in range(3):
+            heads.clear()
+            torch.testing.assert_close(cache(input_ids=row, attention_mask=mask).logits, logits, **ROUNDED)
+        assert not heads
+        torch.testing.assert_close(cache(**padded).logits, logits + 3, **ROUNDED)
 
 
 def test_kept_logits_have_all_their_digits() -> None:
