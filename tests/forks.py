@@ -28,7 +28,7 @@ def fork() -> int:
 def in_child(act: Callable[..., Any], *args: object, patience_s: int = 60) -> Any:
     """Run a function in a forked process and return its result.
 
-    A process that takes longer writes where its threads are, and ends. Within it, `in_child` does the same.
+    A process that takes longer writes where its threads are, and ends. So does an `in_child` within it.
 
     Raises:
         NoAnswerError: The process ended by itself, or took too long.

@@ -36,7 +36,7 @@ from llmcache.memory.blocks.block_pool import BlockPool
 from llmcache.memory.stores.tier import Tier
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import count_rows, take_rows
-from llmcache.models.hooks import Answered, Distinct, Form, Swap, are_hooked
+from llmcache.models.hooks import Answered, Distinct, Swap, are_hooked
 from llmcache.models.output_formats import OutputFormats
 from llmcache.models.packing import Packing, parts_of
 from llmcache.models.sentences import Compute, deferred
@@ -72,7 +72,7 @@ class Off:
     def _nothing(self, *args: Any) -> None:
         """Do nothing."""
 
-    step = draw = serving = served = withdraw = observe = _nothing
+    step = draw = served = withdraw = observe = _nothing
     forget = forget_waiting = bury = recheck = check_engine = close = close_draft = audit_stats = fail = _nothing
 
     def held(self) -> AbstractContextManager[object]:
@@ -168,8 +168,6 @@ class Rows(Path):
         is_known = is_known or self.packings.knows(call.kind)  # the store may have supplied it
         if not is_known or ((call.is_coupled or call.is_activated) and len(call.hits) < len(call.rows)):
             call.hits.clear()
-        if within is not None and within.form is not None and call.hits and call.calibration is None:
-            call.calibration = reuse.serving(call.scope.weights)  # kept logits belong to the head of a calibration
 
     def needs_own(self, arguments: Mapping[str, Any], n_coupled: int) -> bool:
         """Whether no other request's states will do: rows affect each other, or the head reads more (labels, say)."""
@@ -352,9 +350,6 @@ class CachedForward(Swap, ContextFlags):
         self.is_retired = False
         self._local = threading.local()
         self.prepared = PreparedCalls(wrapped.weights.adapted)
-        #: Of the model's latest output, if it was logits alone; None after a forget. See `ModelForward`.
-        self.form: Form | None = None
-        self.guard = wrapped.counters.guard
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         #: How many of the last columns a language-model head reads, while it runs; 0: each, for itself; None: unknown.

@@ -294,7 +294,6 @@ class Core:
         with self.reuse.held():
             n_requests = self.bank.clear(namespace)
             self.reuse.forget(namespace)
-        self.forward.form = None  # with the logits that it keeps; those of calls under way are added to it
         self.reuse.forget_waiting(namespace)
         return n_requests + (0 if self.blocks is None else self.blocks.clear(namespace))
 
@@ -304,7 +303,6 @@ class Core:
         every = {name.partition(".")[2] for name in names}
         keys = [name.partition(".")[2] for name in names if not name.startswith(_SOURCE)]
         n_requests = self.bank.forget(keys) + (0 if self.blocks is None else self.blocks.forget(keys))
-        self.forward.form = None
         self.reuse.bury(namespace, every)
         return n_requests
 

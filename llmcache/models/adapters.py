@@ -31,9 +31,9 @@ _OLD_CACHE = "past_key_values"
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else _OLD_CACHE
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 #: What a layer calls the K/V cache.
-_CACHES = (CACHE, "layer_past")
+_CACHES = (CACHE, _OLD_CACHE, "layer_past")
 # Other state that a layer keeps between calls; it would be lost if the layer were skipped.
-_STATES = frozenset({"past_key_value", _OLD_CACHE, "cache_params", "cache", "state", "states", "mems"}) - {CACHE}
+_STATES = frozenset({"past_key_value", "cache_params", "cache", "state", "states", "mems"}) - {CACHE}
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states")
 _UNNAMED = object()
 _describe = lru_cache(16)(describe)

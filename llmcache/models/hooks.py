@@ -44,8 +44,6 @@ _CAPTURING = "transformers.utils.output_capturing"
 _LOGITS_TO_KEEP = "logits_to_keep"
 _TRAINING = attrgetter("training")
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids"}
-_KEPT_BYTES = 8 << 20  # of the logits kept for exact hits
-_OVERHEAD = 512  # bytes of a row of logits besides its numbers
 _MOST_DISTINCT = 0.8  # share of different states above which logits are made of all
 
 
@@ -329,25 +327,6 @@ class Form(NamedTuple):
     kind: type  # class of the output
     name: Any  # of the logits, as of `packing.parts_of`
     logits: Tensor  # (0, C): their dtype and device
-    logits_by_key: OrderedDict[str, Any]  # (C,) of the latest rows that were computed or exact hits, on the CPU
-
-    def is_like(self, other: "Form") -> bool:
-        """Whether logits of one form may be put into the other."""
-        is_like = self.logits.dtype == other.logits.dtype and self.logits.device == other.logits.device
-        return is_like and self[:4] == other[:4]
-
-    def keep(self, call: Any, output: Any) -> None:
-        """Keep the logits that the head made of computed states and of exact hits, in rows without padding."""
-        logits = fields_of(output)[self.name]
-        rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).numpy(force=True)
-        for row in call.rows if len(rows) == len(call.rows) else ():
-            hit = call.hits.get(row.number)
-            is_own = row.number in call.entries if hit is None else hit.rung == "exact"
-            if is_own and row.n_valid == call.requests.ids.shape[1]:
-                self.logits_by_key[row.key] = rows[row.number].copy()
-        n_most = _KEPT_BYTES // (rows.itemsize * rows.shape[1] + _OVERHEAD)
-        while len(self.logits_by_key) > n_most:
-            self.logits_by_key.popitem(last=False)
 
     def fill(self, rows: Sequence[Any]) -> Any:
         """Return an output of this form with logits (C,) of B rows, in a new tensor."""
@@ -363,10 +342,7 @@ class ModelCall:
     kwargs: dict[str, Any]
     beside: Sequence[Any]  # its arguments that the trunk does not take by name: labels, say
     form: Form | None  # of its output, if trunk and head need not run where logits are known; else None
-    head: Any  # the `Weights` outside the trunk, if logits may be kept for exact hits; else None
     calls: list[Any] = field(default_factory=list)  # of the trunk, closed
-    before: Any = None  # snapshot of `head` before it ran, if it is that of `form`
-    is_passed_on: bool = False  # the trunk got the very tensors that the model got
     is_answered: bool = False  # by the logits of the only call of the trunk
 
     def has_rows_of(self, call: Any) -> bool:
@@ -379,18 +355,14 @@ class ModelCall:
     def answer_by(self, call: Any) -> bool:
         """Set and return `is_answered`, if a call of the trunk found logits for all of its rows."""
         form, hits = self.form, call.hits
-        if form is None or self.calls or call.calibration is None:
+        if form is None or self.calls or not hits or call.calibration is None or len(hits) < len(call.rows):
             return False
-        self.is_passed_on = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
-        for number, hit in hits.items():
-            is_whole = call.rows[number].n_valid == call.requests.ids.shape[1]  # a head may read how wide padding is
-            if hit.logits is None and hit.rung == "exact" and is_whole:
-                hit.logits = form.logits_by_key.get(hit.source)
-        is_known = len(hits) == len(call.rows) and all(hit.logits is not None for hit in hits.values())
-        is_alike = self.is_passed_on and call.kind == form.call and call.calibration.head == form.head
-        self.is_answered = is_known and is_alike and bool(hits) and not call.is_activated
-        if not self.is_answered and self.head is not None:
-            self.before = self.head.snapshot_of(form.head)
+        if call.is_activated or not all(hit.logits is not None for hit in hits.values()):
+            return False
+        if call.arguments["input_ids"].device != form.logits.device:  # the model was moved
+            return False
+        is_same = all(call.arguments.get(name) is value for name, value in self.kwargs.items())
+        self.is_answered = is_same and call.kind == form.call and call.calibration.head == form.head
         return self.is_answered
 
 
@@ -401,12 +373,14 @@ class ModelForward(Swap):
     """
 
     listener: Any  # the cached forward of the model's trunk
+    _is_spared = False  # until it is replaced: other threads may call the model meanwhile
 
     def __init__(self, model: nn.Module, listener: Any, is_spared: bool = False) -> None:
         """Replace the forward; `is_spared`: trunk and head need not run where logits are known."""
-        super().__init__(model, listener)
         #: None: it takes one dict, of which its head reads nothing else.
         self._of_trunk = None if takes_dict(model) else {*listener.arguments.names, "return_dict"}
+        self._form: Form | None = None  # of the latest call that could be spared
+        super().__init__(model, listener)
         self._is_spared = is_spared and not _swaps_of(self)[-1].had_own_forward
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -417,9 +391,9 @@ class ModelForward(Swap):
         if may_spare:  # no hook, no foreign forward, no dropout in the head
             parts = parts_around(self.module, forward.module)
             may_spare = all(isinstance(vars(one).get("forward", self), Swap) for one in parts)
-            may_spare = may_spare and not (any(map(_TRAINING, parts)) or are_hooked(parts))
-        head = forward.reuse.head if may_spare else None
-        within = ModelCall(args, kwargs, self._beside(args, kwargs), forward.form if may_spare else None, head)
+            is_training = self.module.training or any(map(_TRAINING, parts))
+            may_spare = may_spare and not (is_training or are_hooked(parts))
+        within = ModelCall(args, kwargs, self._beside(args, kwargs), self._form if may_spare else None)
         calls, beside, token, is_whole = within.calls, within.beside, forward.model_call.set(within), False
         failure: Exception | None = None
         try:
@@ -441,22 +415,10 @@ class ModelForward(Swap):
         # Of several calls, it is unknown which one made which answer; a tuple begins with the loss, if there is one.
         if len(calls) == 1 and not within.is_answered:
             if may_spare and calls[0].calibration is not None:
-                with forward.guard("keep logits"):
-                    self._note(within, output)
+                self._form = _form_of(calls[0], output)
             if calls[0].entries and not (beside and isinstance(output, tuple)):
                 forward.reuse.observe(calls[0], output)
         return output
-
-    def _note(self, within: ModelCall, output: Any) -> None:
-        """Note the form of an output, or keep its logits for exact hits if the form is known."""
-        (call,), before, head = within.calls, within.form, within.head
-        form = _form_of(call, output)
-        if form is None or before is None or not before.is_like(form):
-            self.listener.form = form
-            return
-        may_keep = head is not None and within.is_passed_on and form.logits.device.type == "cpu"
-        if may_keep and head.stayed(within.before, form.head):
-            before.keep(call, output)  # if a forget ran meanwhile, this form is no longer in use
 
     def _run(self, within: ModelCall) -> Any:
         """Return the model's output, made of logits if a call of the trunk answered so."""
@@ -486,8 +448,7 @@ def _form_of(call: Any, output: Any) -> Form | None:
     (name, logits), *others = (*fields_of(output).items(), (None, None))
     if len(others) != 1 or not (isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point()):
         return None
-    example = logits.new_empty((0, logits.shape[1]))
-    form = Form(call.calibration.head, call.kind, type(output), name, example, OrderedDict())
+    form = Form(call.calibration.head, call.kind, type(output), name, logits.new_empty((0, logits.shape[1])))
     made = form.fill([[0.0] * logits.shape[1]]) if isinstance(output, ModelOutput) else output
     return form if getattr(made, "__dict__", {}).keys() == getattr(output, "__dict__", {}).keys() else None
 

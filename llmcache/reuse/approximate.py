@@ -33,7 +33,7 @@ class Approximate:
         self.worker: AbstractContextManager[object] = audit.worker if audit.is_on else nullcontext()
         # Bound here, so that a call enters no function in between.
         self.draw, self.served, self.withdraw, self.observe = audit.draw, audit.served, audit.withdraw, audit.observe
-        self.is_current, self.serving, self.head = semantic.is_current, semantic.serving, semantic.head
+        self.is_current = semantic.is_current
         self.held, self.recheck = calibrated.held, calibrated.head.recheck
         self.audit_stats, self.close = audit.stats, audit.worker.close
         self.step: Callable[[Scope, int], None] = (lambda scope, number: None) if sharing is None else sharing.step

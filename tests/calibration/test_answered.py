@@ -11,7 +11,6 @@ from transformers import BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from llmcache import LLMCache
-from llmcache.models import hooks
 from tests import inside
 from tests.calibration.drafting import drafted_rows, only_copy
 from tests.contract.streams import N_TOPICS, ask, batched, calibrated, classifier, requests
@@ -71,130 +70,6 @@ def test_a_source_answers_with_its_own_logits_in_a_new_tensor(cache: LLMCache, h
         torch.testing.assert_close(cache.model.classifier(states), together, **ROUNDED)
 
 
-def computed(cache: LLMCache, seed: int = 6) -> list[tuple[Tensor, Tensor]]:
-    """Ask requests; return those that the model computed (1, T), and their logits. Each is an exact hit from now on."""
-    asked = [(row[None], cache(input_ids=row[None]).logits, cache.last[0].rung) for row in requests(300, seed=seed)[0]]
-    found = [(row, logits) for row, logits, rung in asked if rung is None]
-    assert len(found) > 15
-    return found
-
-
-def test_an_exact_hit_answers_with_the_logits_that_its_head_made(
-    cache: LLMCache, heads: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, forward = computed(cache), cache._core.forward
-    heads.clear()
-    for row, expected in (*rows, *rows):
-        logits = cache(input_ids=row).logits
-        assert cache.last[0].rung == "exact" and torch.equal(logits, expected)
-        with torch.inference_mode():
-            logits.fill_(0)  # a caller may write to it
-    (known, answer), (row, expected), *more = rows
-    other = served(cache)[0][0]
-    heads.clear()
-    found = cache(input_ids=torch.cat([known, row, other])).logits
-    assert torch.equal(found[:2], torch.cat([answer, expected])) and not heads
-    assert [one.rung for one in cache.last] == ["exact", "exact", "semantic"]
-    for new in requests(300, seed=9)[0].split(1):
-        heads.clear()
-        cache(input_ids=torch.cat([known, new]))
-        if [one.rung for one in cache.last] == ["exact", None]:
-            break
-    assert len(heads) == 1  # a row is computed, so the head runs on all
-    cache.forget(input_ids=row)
-    for rung in (None, "exact"):  # the first shows the form of an output, the second keeps the logits
-        heads.clear()
-        assert ask(cache, row) == [rung] and heads
-    heads.clear()
-    torch.testing.assert_close(cache(input_ids=row).logits, expected, **ROUNDED)
-    assert not heads
-    monkeypatch.setattr(hooks, "_KEPT_BYTES", 2 * (expected.nbytes + hooks._OVERHEAD))
-    for row, _ in more:
-        cache(input_ids=row)
-    assert forward.form is not None and len(forward.form.logits_by_key) == 2
-
-
-def test_logits_that_are_made_while_their_request_is_forgotten_are_not_kept(
-    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ((ids, _), *_), linear, forward = computed(cache), nn.functional.linear, cache._core.forward
-    form = forward.form
-    assert form is not None and form.logits_by_key
-    form.logits_by_key.clear()
-
-    def forgetting(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if len(weight) == N_TOPICS:
-            cache.forget(input_ids=ids)
-        return linear(states, weight, bias)
-
-    monkeypatch.setattr(nn.functional, "linear", forgetting)
-    cache(input_ids=ids)
-    assert forward.form is None and len(form.logits_by_key) == 1  # of a form that is no longer in use
-
-
-def test_logits_that_the_head_would_not_make_again_are_not_kept(
-    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    linear = nn.functional.linear
-
-    def check() -> None:
-        for row, _ in rows:
-            found = cache(input_ids=row).logits
-            assert cache.last[0].rung == "exact"
-            with cache.disabled():
-                torch.testing.assert_close(found, cache(input_ids=row).logits, **ROUNDED)
-
-    cache.model.dropout.train()
-    rows = computed(cache)
-    cache.model.eval()
-    check()
-
-    def edited(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Compute with other weights, which another thread, say, sets for a moment."""
-        if len(weight) == N_TOPICS:
-            with torch.inference_mode(False), torch.no_grad():
-                weight.neg_()
-        output = linear(states, weight, bias)
-        if len(weight) == N_TOPICS:
-            with torch.inference_mode(False), torch.no_grad():
-                weight.neg_()
-        return output
-
-    with monkeypatch.context() as patched:
-        patched.setattr(nn.functional, "linear", edited)
-        rows = computed(cache, seed=8)
-    check()
-
-
-class Wide(BertForSequenceClassification):
-    """Its head reads how wide the call is."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        pooled = self.bert(input_ids=input_ids, attention_mask=attention_mask).pooler_output
-        return SequenceClassifierOutput(logits=self.classifier(pooled) + input_ids.shape[1])
-
-
-def test_the_head_runs_where_a_row_is_padded(heads: list[Tensor]) -> None:
-    cache = calibrate(own(Wide), payload="cls")
-    for row, logits in computed(cache):
-        padded = {"input_ids": nn.functional.pad(row, (0, 3)), "attention_mask": nn.functional.pad(row * 0 + 1, (0, 3))}
-        for _ in range(3):
-            torch.testing.assert_close(cache(**padded).logits, logits + 3, **ROUNDED)
-        assert cache.last[0].rung == "exact"
-        mask = torch.ones_like(row)
-        for _ in range(3):
-            heads.clear()
-            torch.testing.assert_close(cache(input_ids=row, attention_mask=mask).logits, logits, **ROUNDED)
-        assert not heads
-        torch.testing.assert_close(cache(**padded).logits, logits + 3, **ROUNDED)
-
-
-def test_kept_logits_have_all_their_digits() -> None:
-    cache = calibrate(classifier().double())
-    for row, logits in computed(cache):
-        assert torch.equal(cache(input_ids=row).logits, logits)
-
-
 @only_copy
 def test_a_copy_answers_with_its_head(drafted: LLMCache, heads: list[Tensor]) -> None:
     rows = drafted_rows(drafted)
@@ -222,6 +97,29 @@ def test_a_hook_sees_what_the_head_makes(cache: LLMCache, heads: list[Tensor], p
     heads.clear()
     cache(input_ids=row)
     assert not heads
+
+
+@pytest.mark.parametrize("name", ["dropout", ""])
+def test_a_head_in_training_mode_runs(cache: LLMCache, heads: list[Tensor], name: str) -> None:
+    ((row, _), *_), part = served(cache), cache.model.get_submodule(name)
+    part.training = True
+    heads.clear()
+    cache(input_ids=row)
+    assert heads and cache.last[0].rung == "semantic"
+    part.training = False
+    for _ in range(2):  # the first shows the form of an output
+        heads.clear()
+        cache(input_ids=row)
+    assert not heads
+
+
+def test_the_head_runs_once_a_model_is_on_another_device(cache: LLMCache, heads: list[Tensor]) -> None:
+    ((row, _), *_), swap = served(cache), vars(cache.model)["forward"]
+    swap._form = swap._form._replace(logits=swap._form.logits.to("meta"))
+    for n_runs in (1, 0):
+        heads.clear()
+        assert cache(input_ids=row).logits.device == row.device
+        assert len(heads) == n_runs
 
 
 class Scaled(BertForSequenceClassification):

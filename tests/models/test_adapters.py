@@ -67,8 +67,23 @@ class Renamed(tf.LlamaModel):
         return super().forward(input_ids, **{CACHE: past_key_values}, **more)
 
 
+def renamed_throughout() -> nn.Module:
+    class Layer(nn.Module):
+        def forward(self, hidden_states: Any, past_key_values: Any = None) -> Any: ...
+
+    class Old(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.layers = tf.PretrainedConfig(), nn.ModuleList([Layer()])
+
+        def forward(self, input_ids: Any, past_key_values: Any = None) -> Any: ...
+
+    return Old()
+
+
 if CACHE != "past_key_values":
-    REFUSED["K/V by another name"] = lambda: Renamed(llama()), f"Renamed: .* rename the argument to '{CACHE}'"
+    told = f"rename the argument to '{CACHE}'"
+    REFUSED |= {"K/V by another name": (lambda: Renamed(llama()), told), "in layers, too": (renamed_throughout, told)}
 
 
 @pytest.mark.parametrize("name", REFUSED)
