@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from llmcache import LLMCache
+from llmcache.models import hooks
 from tests import inside
 from tests.calibration.drafting import drafted_rows, only_copy
 from tests.contract.streams import N_TOPICS, ask, batched, calibrated, classifier, requests
@@ -120,6 +121,23 @@ def test_the_head_runs_once_a_model_is_on_another_device(cache: LLMCache, heads:
         heads.clear()
         assert cache(input_ids=row).logits.device == row.device
         assert len(heads) == n_runs
+
+
+def test_a_call_while_the_models_forward_is_replaced_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, swaps_of, answers = classifier(), hooks._swaps_of, []
+    row = requests(1, seed=5)[0]
+
+    def ask_meanwhile(swap: Any) -> Any:
+        if isinstance(swap, hooks.ModelForward) and not answers and vars(model).get("forward") is swap:
+            answers.append(model(input_ids=row).logits)
+        return swaps_of(swap)
+
+    monkeypatch.setattr(hooks, "_swaps_of", ask_meanwhile)
+    expected = model(input_ids=row).logits
+    cache = calibrate(model)
+    assert answers and cache.stats().errors == 0
+    for found in answers:
+        torch.testing.assert_close(found, expected, **ROUNDED)
 
 
 class Scaled(BertForSequenceClassification):
