@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 VOCABULARY = 96
 PAD = 0
-#: What trunks call the K/V cache: `past_key_values` before transformers 5.24, `cache`.
+#: What trunks call the K/V cache: `cache` since transformers 5.24. Not the library's, which is imported later, traced.
 CACHE = fields(BaseModelOutputWithPast)[1].name
 
 #: Sizes under the most common setting names, and ids of special tokens.

@@ -33,18 +33,22 @@ def without_layers() -> nn.Module:
     return model
 
 
-def with_states() -> nn.Module:
-    class Layer(nn.Module):
-        def forward(self, hidden_states: Any, state: Any = None) -> Any: ...
+class Stateful(nn.Module):
+    def forward(self, hidden_states: Any, state: Any = None) -> Any: ...
 
-    class Trunk(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config, self.layers = tf.PretrainedConfig(), nn.ModuleList([Layer()])
 
-        def forward(self, input_ids: Any) -> Any: ...
+class Caching(nn.Module):
+    def forward(self, hidden_states: Any, past_key_values: Any = None) -> Any: ...
 
-    return Trunk()
+
+class Own(nn.Module):
+    """Calls the K/V cache as transformers did before 5.24."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.config, self.layers = tf.PretrainedConfig(), nn.ModuleList([layer])
+
+    def forward(self, input_ids: Any, past_key_values: Any = None) -> Any: ...
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -55,35 +59,22 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "layers of torch": (lambda: nn.TransformerEncoderLayer(8, 2, batch_first=True), "TransformerEncoderLayer"),
     "no layers": (without_layers, "no layers"),
-    "other states": (with_states, "keeps no other state"),
+    "other states": (lambda: Own(Stateful()), "keeps no other state"),
     "no vocabulary": (lambda: tf.CanineModel(tf.CanineConfig(**SIZES)), r"CanineModel: .* vocab_size"),
 }
 
 
 class Renamed(tf.LlamaModel):
-    """Calls the K/V cache as transformers did before 5.24."""
+    """As `Own`, but its layers are those of the installed version."""
 
     def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **more: Any) -> Any:
         return super().forward(input_ids, **{CACHE: past_key_values}, **more)
 
 
-def renamed_throughout() -> nn.Module:
-    class Layer(nn.Module):
-        def forward(self, hidden_states: Any, past_key_values: Any = None) -> Any: ...
-
-    class Old(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config, self.layers = tf.PretrainedConfig(), nn.ModuleList([Layer()])
-
-        def forward(self, input_ids: Any, past_key_values: Any = None) -> Any: ...
-
-    return Old()
-
-
 if CACHE != "past_key_values":
     told = f"rename the argument to '{CACHE}'"
-    REFUSED |= {"K/V by another name": (lambda: Renamed(llama()), told), "in layers, too": (renamed_throughout, told)}
+    REFUSED["K/V by another name"] = lambda: Renamed(llama()), told
+    REFUSED["K/V by another name in layers, too"] = lambda: Own(Caching()), told
 
 
 @pytest.mark.parametrize("name", REFUSED)
